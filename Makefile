@@ -1,0 +1,73 @@
+# make setup | quickstart | test | lint | docs | model | clean
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+NPROC ?= 1
+STEPS ?=
+NAME ?= quickstart
+RUN = runs/$(NAME)
+MODEL := models/SmolLM2-135M
+
+REQUIREMENTS := requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
+STAMP = $(VENV)/installed-$(shell cat $(REQUIREMENTS) | sha256sum | cut -c1-16)
+
+.PHONY: help setup model quickstart test unit distributed fleet lint docs clean
+
+help:
+	@echo "make setup         environment in $(VENV): CPU versions of everything (about a minute, 2.4 GB)"
+	@echo "make quickstart    train SmolLM2-135M to add two-digit numbers; NPROC=2 for two ranks, STEPS=n to change the length"
+	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
+	@echo "make lint          ruff and mypy"
+	@echo "make docs          docs/configuration.md from the config models"
+	@echo "make clean         remove the environment, models, runs and caches"
+
+setup: $(STAMP)
+
+# torch goes first and alone, because only torch is to come from PyTorch's index: there 2.13.0+cpu wins over the CUDA
+# build of several GB, and where that index cannot be reached, pip gives up on it once instead of once per package.
+# The stamp's name holds the hash of the requirements: a changed requirement makes a new one.
+$(STAMP):
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name another with PYTHON=python3.12"; exit 2; }
+	@echo "== environment: $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "== torch, the CPU build"
+	@$(PIP) install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_CPU_INDEX) "$$(grep '^torch==' requirements/cpu.txt)"
+	@echo "== locked packages: requirements/cpu.txt"
+	@$(PIP) install --quiet -r requirements/cpu.txt
+	@echo "== packages without their dependencies: requirements/cpu-nodeps.txt"
+	@$(PIP) install --quiet --no-deps -r requirements/cpu-nodeps.txt
+	@echo "== dapo-megatron itself, editable"
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/installed-*
+	@touch $@
+
+model: setup
+	@$(BIN)/python tools/prepare_smollm2.py $(MODEL)
+
+# Starts over each time: a finished run in the folder would only be found complete.
+quickstart: model
+	@rm -rf $(RUN)
+	$(BIN)/dapo-megatron train examples/laptop/addition.yaml --nproc $(NPROC) run.dir=$(RUN) $(if $(STEPS),run.steps=$(STEPS))
+
+test: unit distributed fleet
+
+unit distributed fleet: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/$@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python -m dapo_megatron.config.reference > docs/configuration.md
+
+clean:
+	rm -rf $(VENV) models runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The configuration: pydantic models, one file per section. Importing it loads no torch."""

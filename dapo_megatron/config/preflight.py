@@ -1,0 +1,201 @@
+"""Checks made before any process starts, without torch. What they find, a run would only find minutes later.
+
+Every check raises `UserError` with the key, what is wrong and the rule.
+"""
+
+import json
+import math
+import os
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.config.run import Config
+from dapo_megatron.data.prompts import load_rows, tokenize
+from dapo_megatron.data.tokenizer import Tokenizer
+from dapo_megatron.errors import UserError
+from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.run_state.store import latest_state, read_run
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SAMPLE = 256  # prompts encoded to find one that fits, before all are
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def preflight(config: Config, num_ranks: int) -> None:
+    """Check everything about a run of `num_ranks` trainer ranks that can be known without starting a process.
+
+    Raises:
+        UserError: for the first check that fails.
+    """
+    architecture = check_model(Path(config.model.path))
+    check_lengths(config, architecture)
+    check_layout(config, architecture, num_ranks)
+    check_run_dir(config, num_ranks)
+    check_tracking(config)
+    if config.rollout.replay is not None:
+        check_replay(Path(config.rollout.replay))
+        return
+    check_fleet(config, architecture)
+    check_data(config)
+
+
+def check_model(folder: Path) -> Architecture:
+    """The architecture of a complete checkpoint folder: supported, with tokenizer, and no shard missing or cut off."""
+    if not folder.is_dir():
+        raise UserError(f"model.path: the folder {folder} does not exist")
+    architecture = architecture_of(folder)
+    for name in TOKENIZER_FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"model.path: {folder} has no {name}")
+    for shard, names in _shards(folder).items():
+        _check_shard(shard, names)
+    return architecture
+
+
+def _shards(folder: Path) -> dict[Path, set[str] | None]:
+    """Each safetensors file with the tensors that the index promises in it (None: there is no index)."""
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise UserError(f"model.path: {folder} has neither {SINGLE} nor {INDEX}")
+        return {folder / SINGLE: None}
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        shards: dict[Path, set[str] | None] = {folder / file: set() for file in sorted(set(weight_map.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"model.path: {index} is not an index with a `weight_map` of tensor names to files") from None
+    return {shard: {name for name, file in weight_map.items() if file == shard.name} for shard in shards}
+
+
+def _check_shard(shard: Path, names: set[str] | None) -> None:
+    """A safetensors file is 8 bytes of header length, a JSON header with byte ranges, and the bytes."""
+    try:
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(min(header_bytes, size)))
+        header.pop("__metadata__", None)
+        promised = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except FileNotFoundError:
+        raise UserError(f"model.path: {shard} is missing, but {INDEX} names it") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"model.path: {shard} is not a complete safetensors file: its header cannot be read") from None
+    if size != promised:
+        raise UserError(f"model.path: {shard} is cut off or damaged: {size} bytes, its header promises {promised}")
+    missing = sorted((names or set()) - header.keys())
+    if missing:
+        raise UserError(f"model.path: {shard} lacks the tensor {missing[0]}, which {INDEX} places there")
+
+
+def check_lengths(config: Config, architecture: Architecture) -> None:
+    """Prompt and answer fit the positions the model was made for."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if longest > architecture.max_positions:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {longest} is more than the "
+            f"{architecture.max_positions} positions of {config.model.path}"
+        )
+
+
+def check_layout(config: Config, architecture: Architecture, num_ranks: int) -> None:
+    """Tensor parallelism divides heads and MLP, stages divide layers, and ranks are whole copies of the model."""
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    model = Path(config.model.path).name
+    heads, kv_heads, ffn = architecture.num_heads, architecture.num_kv_heads, architecture.ffn_size
+    if heads % tensor or kv_heads % tensor or ffn % tensor:
+        dimensions = f"{heads} attention heads and {kv_heads} key/value heads"
+        if heads % tensor == kv_heads % tensor == 0:
+            dimensions = f"the MLP size {ffn}"
+        raise UserError(
+            f"parallel.tensor={tensor} does not divide {dimensions} of {model}; "
+            f"use {_either(_divisors(math.gcd(heads, kv_heads, ffn)))}"
+        )
+    if architecture.num_layers % pipeline:
+        raise UserError(
+            f"parallel.pipeline={pipeline} does not divide {architecture.num_layers} layers of {model}; "
+            f"use {_either(_divisors(architecture.num_layers))}"
+        )
+    if num_ranks % (tensor * pipeline):
+        raise UserError(
+            f"--nproc {num_ranks} is not a multiple of parallel.tensor x parallel.pipeline = {tensor} x {pipeline} "
+            f"= {tensor * pipeline}"
+        )
+
+
+def check_fleet(config: Config, architecture: Architecture) -> None:
+    """vLLM is installed, the servers' layout fits the model, and their ports are free."""
+    fleet = config.fleet
+    if find_spec("vllm") is None:
+        raise UserError("vLLM is not installed: run `make setup` (CPU) or `pip install vllm==0.32.0` (GPU)")
+    if architecture.num_heads % fleet.tensor:
+        raise UserError(f"fleet.tensor={fleet.tensor} does not divide {architecture.num_heads} attention heads")
+    if fleet.port is None:
+        return
+    for port in range(fleet.port, fleet.port + fleet.servers):
+        if port > 65535 or not _is_free(fleet.host, port):
+            raise UserError(f"fleet.port={fleet.port}: port {port} on {fleet.host} is in use or cannot be bound")
+
+
+def check_data(config: Config) -> None:
+    """Training and held-out rows can be read, have a gold answer, and at least one prompt of each is short enough."""
+    tokenizer = Tokenizer(config.model.path)
+    for dataset in filter(None, (config.data.train, config.evaluation.data)):
+        rows = load_rows(dataset)
+        sample = [row.prompt for row in rows.rows[:SAMPLE]]
+        longest = config.data.max_prompt_tokens
+        if not any(len(ids) <= longest for ids in tokenizer.encode_prompts(sample)):
+            tokenize(rows, tokenizer, longest)  # refuses when all are too long
+
+
+def check_run_dir(config: Config, num_ranks: int) -> None:
+    """The run folder can be written, and a state saved in it may be continued from at this layout."""
+    folder = Path(config.run.dir)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"run.dir: {existing} is not a folder that can be written")
+    state = latest_state(folder)
+    if state is None:
+        return
+    if config.run.resume == "never":
+        raise UserError(f"run.resume=never, but {state} holds a saved state: choose another run.dir or remove it")
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    layout = {"tensor": tensor, "pipeline": pipeline, "data": num_ranks // (tensor * pipeline)}
+    saved = read_run(state)["layout"]
+    if saved != layout:
+        raise UserError(f"run.resume: {state} was saved with the layout {saved}, this run has {layout}")
+
+
+def check_replay(folder: Path) -> None:
+    """The folder to replay holds recorded batches."""
+    if not any(folder.glob("step_*.npz")):
+        raise UserError(f"rollout.replay: {folder} holds no recorded batches (step_*.npz)")
+
+
+def check_tracking(config: Config) -> None:
+    """Weights & Biases is installed where it is configured."""
+    if config.tracking.wandb_project is not None and find_spec("wandb") is None:
+        raise UserError("tracking.wandb_project is set, but wandb is not installed: run `pip install wandb`")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _either(numbers: list[int]) -> str:
+    """[1] -> "1", [1, 3] -> "1 or 3", [1, 2, 4] -> "1, 2 or 4"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,80 @@
+"""The root of a run's configuration and the rules that span sections."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from dapo_megatron.config.algorithm import AlgorithmConfig
+from dapo_megatron.config.base import Section
+from dapo_megatron.config.data import DataConfig
+from dapo_megatron.config.evaluation import EvaluationConfig
+from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.config.rollout import RolloutConfig
+from dapo_megatron.config.tracking import TrackingConfig
+from dapo_megatron.config.training import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+
+
+class RunConfig(Section):
+    """Length, place and life of a run."""
+
+    dir: str = Field(description="Folder of everything the run writes.")
+    steps: int = Field(ge=1, description="Training steps: rollouts that lead to an update.")
+    seed: int = Field(1, ge=0, description="Seed of the prompt order, the servers and the trainer.")
+    save_every: int | None = Field(
+        None, ge=1, description="Save the run state every this many steps. null: only at the end."
+    )
+    keep: int = Field(2, ge=1, description="Saved states kept; older ones are deleted after a new one is complete.")
+    resume: Literal["auto", "never"] = Field(
+        "auto",
+        description="`auto` continues from the newest saved state in `dir`; `never` refuses a folder that has one.",
+    )
+    export: bool = Field(
+        True, description="Write the trained model as a Hugging Face checkpoint to `dir`/hf at the end."
+    )
+
+
+class Config(Section):
+    """Everything a run needs."""
+
+    run: RunConfig = Field(description="The run.")
+    model: ModelConfig = Field(description="The model.")
+    data: DataConfig = Field(description="Prompts and grading.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation and dynamic sampling.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The objective.")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="Batches and precision.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Megatron layout.")
+    fleet: FleetConfig = Field(default_factory=FleetConfig, description="vLLM servers.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out accuracy.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Metrics.")
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> "Config":
+        group, batch, mini = self.rollout.samples_per_prompt, self.responses_per_step, self.training.mini_batch
+        if mini % group:
+            raise ValueError(
+                f"training.mini_batch ({mini}) must be a multiple of rollout.samples_per_prompt ({group}): "
+                "a mini-batch holds whole groups"
+            )
+        if batch % mini:
+            raise ValueError(
+                f"rollout.prompts_per_step x rollout.samples_per_prompt ({batch}) must be a multiple of "
+                f"training.mini_batch ({mini})"
+            )
+        if self.algorithm.overlong.cache_tokens > self.rollout.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong.cache_tokens ({self.algorithm.overlong.cache_tokens}) must not exceed "
+                f"rollout.max_tokens ({self.rollout.max_tokens})"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
+        if self.training.micro_batch_tokens < longest:
+            raise ValueError(
+                f"training.micro_batch_tokens ({self.training.micro_batch_tokens}) must hold the longest sequence: "
+                f"data.max_prompt_tokens + rollout.max_tokens = {longest}"
+            )
+        return self
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses in a full training batch, N x G."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt

@@ -1,0 +1,47 @@
+"""From a checkpoint folder to its architecture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.errors import UserError
+from dapo_megatron.models import SUPPORTED_ARCHITECTURES, llama, qwen2
+from dapo_megatron.models.architecture import Architecture
+
+_FAMILIES = {"LlamaForCausalLM": llama.architecture, "Qwen2ForCausalLM": qwen2.architecture}
+assert tuple(_FAMILIES) == SUPPORTED_ARCHITECTURES
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a Hugging Face checkpoint folder.
+
+    Raises:
+        UserError: if the folder or the file is missing or is not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"model.path: {path} does not exist; {folder} is not a Hugging Face checkpoint") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"model.path: {path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"model.path: {path} must hold a JSON object")
+    return config
+
+
+def architecture_of(folder: str | Path) -> Architecture:
+    """The architecture of the checkpoint in `folder`.
+
+    Raises:
+        UserError: for an unknown architecture, naming those that are supported.
+    """
+    config = read_hf_config(folder)
+    names = config.get("architectures") or ["(none)"]
+    family = _FAMILIES.get(names[0])
+    if family is None:
+        raise UserError(
+            f"model.path: {Path(folder) / 'config.json'} names the architecture {names[0]}; "
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return family(config)

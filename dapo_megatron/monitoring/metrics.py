@@ -1,0 +1,73 @@
+"""metrics.jsonl: one JSON object per training step and per evaluation."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS = "evaluations"
+Record = dict[str, Any]
+
+
+class MetricsWriter:
+    """Appends records to `run_dir`/metrics.jsonl, each complete on disk as soon as it is written.
+
+    Args:
+        run_dir: folder of the run; made when missing.
+        start_step: steps finished before. Records of later steps, left by a run that was stopped after its last
+            saved state, are dropped: those steps are done again.
+    """
+
+    def __init__(self, run_dir: Path, start_step: int = 0) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        kept = [record for record in read_metrics(run_dir) if start_step and record["step"] <= start_step]
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(map(_line, kept)))
+        os.replace(beside, path)
+        self._file = path.open("a", buffering=1)
+
+    def step(self, record: Record) -> None:
+        """Write a training step."""
+        self._file.write(_line(record))
+
+    def evaluation(self, record: Record) -> None:
+        """Write an evaluation."""
+        self._file.write(_line(record))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(run_dir: Path) -> Iterator[Record]:
+    """All records of a run, oldest first. A last line that was cut off by a crash is left out."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            yield orjson.loads(line)
+        except orjson.JSONDecodeError:
+            return
+
+
+def write_evaluation(run_dir: Path, name: str, result: Mapping[str, Any]) -> None:
+    """Keep the full result of an evaluation, with the score of every problem, in `run_dir`/evaluations/`name`.json."""
+    path = run_dir / EVALUATIONS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_line(result))
+
+
+def read_scores(run_dir: Path, name: str) -> list[float] | None:
+    """Mean score of every problem in the evaluation `name`, or None when it was not made."""
+    path = run_dir / EVALUATIONS / f"{name}.json"
+    return [float(score) for score in orjson.loads(path.read_bytes())["scores"]] if path.exists() else None
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """JSON text of a record; NaN and infinities become null, which every JSON reader understands."""
+    return orjson.dumps(record, default=float, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE).decode()

@@ -1,0 +1,67 @@
+"""summary.json: what a run achieved and what it took."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dapo_megatron.evaluation.statistics import accuracy_interval, paired_gain_interval
+from dapo_megatron.monitoring.metrics import read_metrics, read_scores
+
+SUMMARY_FILE = "summary.json"
+
+
+def write_summary(run_dir: Path, confidence: float, peak_memory_gb: float) -> dict[str, Any]:
+    """Write `run_dir`/summary.json from metrics.jsonl and the evaluations named `before` and `after`.
+
+    Args:
+        run_dir: folder of the run. A resumed run counts as one: its earlier steps are in metrics.jsonl.
+        confidence: confidence level of the intervals, such as 0.95.
+        peak_memory_gb: largest memory of all processes since the start of this process, in GB (10^9 bytes).
+
+    Returns:
+        What was written. Accuracies, intervals and the gain are null where an evaluation is missing.
+    """
+    records = list(read_metrics(run_dir))
+    steps = [record for record in records if "evaluation" not in record]
+    before, after = read_scores(run_dir, "before"), read_scores(run_dir, "after")
+    summary: dict[str, Any] = {
+        "accuracy_before": _mean(before) if before else None,
+        "accuracy_after": _mean(after) if after else None,
+        "interval_before": accuracy_interval(before, confidence) if before else None,
+        "interval_after": accuracy_interval(after, confidence) if after else None,
+        "gain": _mean(after) - _mean(before) if before and after else None,
+        "interval_gain": paired_gain_interval(before, after, confidence) if before and after else None,
+        "steps": len(steps),
+        "seconds_training": sum(record["seconds/step"] for record in steps),
+        "groups_drawn": sum(int(record.get("drawn", 0)) for record in steps),
+        "groups_kept": sum(int(record.get("kept", 0)) for record in steps),
+        "peak_memory_gb": max([peak_memory_gb, *(record["memory/peak_gb"] for record in records)]),
+    }
+    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)
+
+
+def print_summary(summary: Mapping[str, Any], console: Console) -> None:
+    """Print the summary as a short table."""
+    table = Table(title="summary", show_header=False)
+    for when in ("before", "after"):
+        table.add_row(f"accuracy {when}", _with_interval(summary[f"accuracy_{when}"], summary[f"interval_{when}"]))
+    table.add_row("gain", _with_interval(summary["gain"], summary["interval_gain"]))
+    table.add_row("training", f"{summary['steps']} steps in {summary['seconds_training']:.0f} s")
+    table.add_row("groups", f"{summary['groups_kept']} kept of {summary['groups_drawn']} drawn")
+    table.add_row("peak memory", f"{summary['peak_memory_gb']:.1f} GB, all processes together")
+    console.print(table)
+
+
+def _with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    if value is None or interval is None:
+        return "not measured"
+    return f"{value:.3f}  [{interval[0]:.3f}, {interval[1]:.3f}]"

@@ -1,0 +1,5 @@
+"""Judging answers. Importing this package loads no torch."""
+
+from dapo_megatron.rewards.registry import Grade, grade
+
+__all__ = ["Grade", "grade"]

@@ -1,0 +1,1 @@
+"""Generation: vLLM servers and the controller that samples from them."""

@@ -1,0 +1,283 @@
+"""Rollouts as the trainer sees them: a controller process, or a recording of one. Synchronous, and without torch."""
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import httpx
+
+from dapo_megatron.config.run import Config
+from dapo_megatron.errors import UserError
+from dapo_megatron.files import write_atomically
+from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE, Address
+from dapo_megatron.rollout.blocks import decode_block, decode_header, select
+from dapo_megatron.rollout.journal import Journal
+from dapo_megatron.rollout.server import log_tail
+from dapo_megatron.run_state.store import latest_state, read_run
+from dapo_megatron.types import BatchHeader, Int32, TokenBlock
+
+LOG_LINES = 15
+POLL_SECONDS = 1.0
+REPLY_TIMEOUT = 300.0
+STOP_SECONDS = 40.0
+"""Enough for a controller to stop its servers, which it kills after 10 s."""
+
+OnProgress = Callable[[float, float, str], None]
+"""Called with done, total, and a text."""
+
+OnRankZero = Callable[[Callable[[], Address]], Address]
+"""Runs a function on rank 0 and returns its result, or raises its error, on every rank."""
+
+
+class ControllerError(RuntimeError):
+    """The rollout controller failed or is gone; the text ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """The run ends here by its own rule (`rollout.on_exhausted: stop`)."""
+
+    reason: str
+
+
+class Rollouts(Protocol):
+    """What training needs of rollouts. Leaving the `with` block ends every process that was started for them."""
+
+    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
+        """Wait until all servers are healthy; their URLs and tokens."""
+        ...
+
+    def begin(self, step: int, version: int) -> None:
+        """Start the sampling of a step's batch with the weights `version`. Doing it twice does no harm."""
+        ...
+
+    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader | StopRun:
+        """The batch's header, when it is complete."""
+        ...
+
+    def tokens(self, step: int, responses: Int32) -> TokenBlock:
+        """Token data of `responses`, int32 [r] indices into the header's arrays, in that order."""
+        ...
+
+    def evaluate(self, name: str, on_progress: OnProgress) -> dict[str, Any] | None:
+        """Result of an evaluation on the held-out prompts (`dapo_megatron.evaluation.evaluate`); None in a replay."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_rollouts(config: Config, rank: int, on_rank_zero: OnRankZero) -> Rollouts:
+    """The rollouts of a run, on every rank: rank 0 starts the controller, the others talk to it.
+
+    The controller continues from the newest saved state in `run.dir`, unless `run.resume` is `never`.
+    """
+    if config.rollout.replay is not None:
+        return Replay(config.rollout.replay)
+    started: list[ControllerProcess] = []
+
+    def start() -> Address:
+        saved = latest_state(config.run.dir) if config.run.resume == "auto" else None
+        started.append(start_controller(config, read_run(saved)["cursor"] if saved else None))
+        return started[0].address
+
+    try:
+        return RemoteRollouts(on_rank_zero(start), started[0] if rank == 0 else None)
+    except BaseException:
+        for process in started:
+            process.stop()
+        raise
+
+
+@dataclass(frozen=True)
+class ControllerProcess:
+    """A controller that this process started."""
+
+    process: "subprocess.Popen[bytes]"
+    address: Address
+
+    def stop(self) -> None:
+        """Ask it to end, and wait until it and its servers have; kill it if that takes too long.
+
+        Servers die with a killed controller.
+        """
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def start_controller(config: Config, cursor: dict[str, Any] | None) -> ControllerProcess:
+    """Start the controller; `cursor` is the sampler's state of the run that is resumed.
+
+    It ends when this process or the calling thread does, however that happens.
+
+    Raises:
+        ControllerError: when it ends before it can be talked to.
+    """
+    folder = Path(config.run.dir) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    log_path, config_path, state_path = (folder / f"controller.{end}" for end in ("log", "config.json", "state.json"))
+    write_atomically(config_path, config.model_dump_json(indent=1).encode())
+    token = secrets.token_hex(32)
+    reader, writer = os.pipe()
+    arguments = ["--config", str(config_path), "--port-fd", str(writer)]
+    if cursor:
+        write_atomically(state_path, json.dumps(cursor).encode())
+        arguments += ["--state", str(state_path)]
+    with os.fdopen(reader) as ready, log_path.open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dapo_megatron.rollout.controller", *arguments],
+                env=os.environ | {TOKEN_VARIABLE: token, PARENT_VARIABLE: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[writer],
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+        port = ready.readline().strip()  # empty when the process ended without writing one
+    address = Address(f"http://127.0.0.1:{port}", token, log_path)
+    if not port:
+        raise _gone(address, f"ended with code {process.wait()} while starting")
+    return ControllerProcess(process, address)
+
+
+class RemoteRollouts:
+    """A controller over HTTP. `process` is given on the rank that started it, which also ends it."""
+
+    def __init__(self, address: Address, process: ControllerProcess | None = None):
+        self.address = address
+        self._process = process
+        self._client = httpx.Client(
+            base_url=address.url,
+            headers={"Authorization": f"Bearer {address.token}"},
+            timeout=REPLY_TIMEOUT,
+            limits=httpx.Limits(max_keepalive_connections=0),  # one that idled through an update may be closed
+            trust_env=False,  # a proxy would be asked for a loopback address
+        )
+
+    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
+        """See `Rollouts.wait_ready`."""
+        while True:
+            status = self._call("GET", "/status", wait=POLL_SECONDS).json()
+            if status["state"] == "failed":
+                raise self._error(status)
+            on_progress(status["healthy"], status["total"], status["message"])
+            if status["state"] == "ready":
+                return [(url, token) for url, token in status["servers"]]
+
+    def begin(self, step: int, version: int) -> None:
+        """See `Rollouts.begin`."""
+        self._call("POST", f"/batches/{step}", json={"version": version})
+
+    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader | StopRun:
+        """See `Rollouts.wait`."""
+        reply = self._poll(f"/batches/{step}", on_progress)
+        return (
+            StopRun(reply.json()["stop"]) if reply.status_code == httpx.codes.CONFLICT else decode_header(reply.content)
+        )
+
+    def tokens(self, step: int, responses: Int32) -> TokenBlock:
+        """See `Rollouts.tokens`."""
+        return decode_block(self._call("POST", f"/batches/{step}/tokens", content=responses.tobytes()).content)
+
+    def evaluate(self, name: str, on_progress: OnProgress) -> dict[str, Any]:
+        """See `Rollouts.evaluate`."""
+        self._call("POST", f"/evaluations/{name}")
+        result: dict[str, Any] = self._poll(f"/evaluations/{name}", on_progress).json()
+        return result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+        if self._process is not None:
+            self._process.stop()
+
+    def _poll(self, path: str, on_progress: OnProgress) -> httpx.Response:
+        while True:
+            reply = self._call("GET", path, wait=POLL_SECONDS)
+            if reply.status_code != httpx.codes.ACCEPTED:
+                return reply
+            work = reply.json()
+            text = f"{work['drawn']} prompts drawn, {work['answers']} answers, {work['tokens']} tokens"
+            on_progress(work["kept"], work["needed"], text)
+
+    def _call(
+        self, method: str, path: str, *, wait: float | None = None, json: object = None, content: bytes | None = None
+    ) -> httpx.Response:
+        """Any reply but an error; a controller that is gone is noticed at once."""
+        params = None if wait is None else {"wait": wait}
+        try:
+            reply = self._client.request(method, path, params=params, json=json, content=content)
+        except httpx.TimeoutException:
+            raise _gone(self.address, f"did not answer {method} {path} within {REPLY_TIMEOUT:g} s") from None
+        except httpx.TransportError as error:
+            raise _gone(self.address, f"cannot be reached ({error})") from None
+        if reply.status_code in (httpx.codes.OK, httpx.codes.ACCEPTED, httpx.codes.CONFLICT):
+            return reply
+        raise self._error(reply.json())
+
+    def _error(self, failure: dict[str, Any]) -> Exception:
+        if failure.get("user"):
+            return UserError(failure["error"])
+        return ControllerError(f"the rollout controller failed: {failure['error']} (log: {self.address.log_path})")
+
+
+class Replay:
+    """The batches recorded by an earlier run in `folder`, in place of a controller. There are no servers."""
+
+    def __init__(self, folder: str | Path):
+        self._journal = Journal(folder)
+
+    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
+        """No servers."""
+        return []
+
+    def begin(self, step: int, version: int) -> None:
+        """Nothing to start."""
+
+    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader:
+        """The recorded header. Raises UserError when there is none."""
+        return self._journal.read(step)[0]
+
+    def tokens(self, step: int, responses: Int32) -> TokenBlock:
+        """See `Rollouts.tokens`."""
+        return select(*self._journal.read(step), responses)
+
+    def evaluate(self, name: str, on_progress: OnProgress) -> None:
+        """Nothing can be generated."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to end."""
+
+
+def _gone(address: Address, what: str) -> ControllerError:
+    with contextlib.suppress(OSError):
+        tail = "\n".join(f"    {line}" for line in log_tail(address.log_path, LOG_LINES))
+        return ControllerError(f"the rollout controller {what}; the end of {address.log_path}:\n{tail}")
+    return ControllerError(f"the rollout controller {what}; its log is {address.log_path}")

@@ -1,0 +1,284 @@
+"""One vLLM server: `python -m dapo_megatron.rollout.server ARGS` is it, the functions start and stop it.
+
+Imports nothing but the standard library until the server itself runs, and our package without its
+dependencies: this file also starts servers in an environment that holds only vLLM.
+"""
+
+import contextlib
+import ctypes
+import http.client
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Protocol
+
+from dapo_megatron.errors import UserError
+from dapo_megatron.rollout.middleware import TOKEN_VARIABLE
+
+PARENT_VARIABLE = "DAPO_SERVER_PARENT"
+STOP_GRACE = 10.0  # seconds between asking a server to stop and killing it
+LOG_LINES = 15
+PR_SET_PDEATHSIG = 1
+
+# What torchrun leaves in the environment of a rank: vLLM would take it for its own world.
+_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_")
+
+# On a CPU: one engine process without a separate worker process, which saves 0.5 GB and 10 s at the
+# start; threads that sleep instead of spinning, since trainer ranks share the cores.
+_CPU_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "passive",
+}
+
+
+class FleetSettings(Protocol):
+    """The part of the `fleet` config section that a server needs."""
+
+    tensor: int
+    dtype: str
+    host: str
+    kv_cache_gb: float
+    gpu_memory_utilization: float
+    max_num_seqs: int
+    block_size: int
+    threads: int
+    extra_args: list[str]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A started server: process (leader of its own session), base URL and log file."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    host: str
+    port: int
+    log_path: Path
+
+    @property
+    def url(self) -> str:
+        """Base URL without a trailing slash."""
+        return f"http://{self.host}:{self.port}"
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nothing listens on now."""
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UserError if `port` of `host` cannot be listened on."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise UserError(
+            f"port {port} of {host} cannot be used for a vLLM server ({error.strerror}): change fleet.port, "
+            "or leave it out to use free ports"
+        ) from None
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build; raises UserError if there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            'vLLM is not installed for this Python: run `make setup` (CPU) or `pip install "dapo-megatron[gpu]"`'
+        )
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return True  # the module comes from the distribution vllm-cpu
+
+
+def start_server(
+    *,
+    model: str,
+    index: int,
+    port: int | None,
+    fleet: FleetSettings,
+    max_model_len: int,
+    seed: int,
+    log_path: Path,
+    token: str,
+) -> Server:
+    """Starts server number `index` of `model` (a folder) on `port` (None: a free one) and returns at once.
+
+    Sequences have at most `max_model_len` tokens. The server samples with `seed` + `index`, so that no two
+    of a fleet repeat each other. It dies with the calling process, and also when the calling *thread* ends
+    (Linux counts that as the parent's death), so call this from a thread that lives as long as the server.
+    Raises UserError if vLLM is missing or the port is taken.
+    """
+    on_cpu = runs_on_cpu()
+    if port is None:
+        port = free_port(fleet.host)
+    else:
+        check_port(fleet.host, port)
+    arguments = server_arguments(
+        model=model, port=port, fleet=fleet, max_model_len=max_model_len, seed=seed + index, on_cpu=on_cpu
+    )
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dapo_megatron.rollout.server", *arguments],
+            env=server_environment(dict(os.environ), fleet=fleet, token=token, on_cpu=on_cpu),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Server(index, process, fleet.host, port, log_path)
+
+
+def server_arguments(
+    *, model: str, port: int, fleet: FleetSettings, max_model_len: int, seed: int, on_cpu: bool
+) -> list[str]:
+    """Arguments of vLLM's API server; `fleet.extra_args` come last and win."""
+    arguments = ["--model", model, "--host", fleet.host, "--port", str(port), "--seed", str(seed)]
+    arguments += ["--dtype", fleet.dtype, "--max-model-len", str(max_model_len)]
+    arguments += ["--max-num-seqs", str(fleet.max_num_seqs), "--block-size", str(fleet.block_size)]
+    arguments += ["--tensor-parallel-size", str(fleet.tensor)]
+    # Sampling is what the request says, not what the model's generation_config adds to it, and
+    # log-probs are those of the distribution that was sampled from (after the temperature).
+    arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    # Token ids in and out: no tokenizer is loaded and nothing is detokenised.
+    arguments += ["--tokens-only", "--disable-uvicorn-access-log"]
+    arguments += ["--middleware", "dapo_megatron.rollout.middleware.TokenMiddleware"]
+    arguments += ["--weight-transfer-config", '{"backend": "dapo"}']
+    arguments += ["--worker-extension-cls", "dapo_megatron.sync.receiver.ReceiverExtension"]
+    if on_cpu:
+        # Compiling for a CPU takes a minute and gains nothing for a run of minutes.
+        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(fleet.kv_cache_gb * 2**30))]
+    else:
+        arguments += ["--gpu-memory-utilization", str(fleet.gpu_memory_utilization)]
+    return arguments + list(fleet.extra_args)
+
+
+def server_environment(inherited: dict[str, str], *, fleet: FleetSettings, token: str, on_cpu: bool) -> dict[str, str]:
+    """The environment of a server: `inherited` without torchrun's variables, with ours."""
+    environment = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    environment |= {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that replace weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(fleet.threads),
+        TOKEN_VARIABLE: token,
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    return environment | (_CPU_ENVIRONMENT if on_cpu else {})
+
+
+def wait_until_healthy(
+    server: Server, timeout: float, on_progress: Callable[[float, str], None] | None = None
+) -> float:
+    """Waits until `server` answers /health; returns the seconds waited.
+
+    `on_progress` gets the seconds so far and the log's last line, about five times a second. Raises UserError
+    with the end of the log if the process dies or `timeout` (seconds) passes.
+    """
+    begun = time.monotonic()
+    while True:
+        seconds = time.monotonic() - begun
+        code = server.process.poll()
+        if code is not None:
+            raise UserError(_start_failure(server, f"ended with code {code} while starting"))
+        if _healthy(server):
+            return seconds
+        if seconds > timeout:
+            raise UserError(_start_failure(server, f"was not ready after {timeout:g} s (fleet.start_timeout)"))
+        if on_progress is not None:
+            on_progress(seconds, next(iter(log_tail(server.log_path, 1)), ""))
+        time.sleep(0.2)
+
+
+def stop_server(server: Server, grace: float = STOP_GRACE) -> None:
+    """Ends `server`: asks, waits `grace` seconds, then kills it and every process it started."""
+    if server.process.poll() is None:
+        server.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(grace)
+    _kill_session(server.process.pid)
+    server.process.wait()
+
+
+def _kill_session(leader: int) -> None:
+    """Kills all processes of the session that `leader` opened, those that outlived it included."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # the process ended meanwhile
+            # The fields after the command name, which may contain anything but stands in parentheses.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _healthy(server: Server) -> bool:
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def log_tail(path: Path, lines: int) -> list[str]:
+    """The last non-empty `lines` lines of a log file, of which only the end is read."""
+    with path.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        log.seek(max(0, log.tell() - 400 * lines))
+        text = log.read().decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def _start_failure(server: Server, what: str) -> str:
+    tail = "\n".join(f"    {line}" for line in log_tail(server.log_path, LOG_LINES))
+    return f"vLLM server {server.index} {what}; the end of {server.log_path}:\n{tail}"
+
+
+def die_with_parent(parent: int, grace: float = STOP_GRACE) -> None:
+    """Ties this process, the leader of its group, to process `parent`.
+
+    The kernel sends SIGTERM when the parent dies, however that happens. A thread looks after the rest: a
+    parent that was gone before, and a process or a child that does not end within `grace` seconds.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    threading.Thread(target=_watch_parent, args=(parent, grace), name="parent-watch", daemon=True).start()
+
+
+def _watch_parent(parent: int, grace: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Runs vLLM's API server in this process with the arguments of the command line."""
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

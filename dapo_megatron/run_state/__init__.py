@@ -1,0 +1,1 @@
+"""Saving a run and continuing it."""

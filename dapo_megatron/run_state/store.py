@@ -1,0 +1,96 @@
+"""Where saved states lie on disk. No torch: the command line asks it before any process starts.
+
+    run_dir/state/latest                 name of the newest complete state, one line
+    run_dir/state/step_000010/           one state: Megatron's distributed checkpoint, run.json, manifest.json
+    run_dir/state/*.incomplete           a save that did not finish; ignored and removed by the next one
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.errors import UserError
+from dapo_megatron.files import fsync, write_atomically
+
+MANIFEST = "manifest.json"
+RUN = "run.json"
+_CHUNK = 1 << 22
+
+
+def state_dir(run_dir: str | Path) -> Path:
+    """The folder of all saved states of a run."""
+    return Path(run_dir) / "state"
+
+
+def state_path(run_dir: str | Path, step: int) -> Path:
+    """The folder of the state after `step` steps."""
+    return state_dir(run_dir) / f"step_{step:06d}"
+
+
+def latest_state(run_dir: str | Path) -> Path | None:
+    """The newest complete state, or None where nothing was saved.
+
+    Raises:
+        UserError: if `latest` names a state that is not there.
+    """
+    pointer = state_dir(run_dir) / "latest"
+    if not pointer.exists():
+        return None
+    state = state_dir(run_dir) / pointer.read_text().strip()
+    if not (state / MANIFEST).exists():
+        raise UserError(f"{pointer} names {state.name}, which is missing or incomplete; write another state's name in it")
+    return state
+
+
+def read_run(state: Path) -> dict[str, Any]:
+    """The run's own part of a state: step, weight version, cursor, layout."""
+    loaded: dict[str, Any] = json.loads((state / RUN).read_text())
+    return loaded
+
+
+def verify(state: Path) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        UserError: naming the first file that is missing or differs.
+    """
+    manifest = json.loads((state / MANIFEST).read_text())
+    for name, expected in manifest.items():
+        path = state / name
+        if not path.exists():
+            raise UserError(f"saved state {state} is damaged: {name} is missing")
+        if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
+            raise UserError(f"saved state {state} is damaged: {name} differs from its checksum")
+
+
+def publish(incomplete: Path, state: Path, run: dict[str, Any], keep: int) -> None:
+    """Make a fully written folder the newest state: manifest, fsync, rename, `latest`, then old ones go."""
+    (incomplete / RUN).write_text(json.dumps(run, indent=1) + "\n")
+    manifest = {
+        str(path.relative_to(incomplete)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(_files(incomplete))
+    }
+    (incomplete / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for path in [*_files(incomplete), incomplete]:
+        fsync(path)
+    shutil.rmtree(state, ignore_errors=True)
+    incomplete.rename(state)
+    fsync(state.parent)
+    write_atomically(state.parent / "latest", (state.name + "\n").encode())
+    for old in sorted(state.parent.glob("step_??????"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Weight transfer from the trainer to the vLLM servers."""

@@ -1,0 +1,98 @@
+"""The process group that weights travel on: rank 0 sends, every worker of every server receives.
+
+It is built without torch.distributed's default group, which belongs to the trainer ranks alone, and
+without its rendezvous, which under torchrun would turn rank 0 into a client of the agent's store.
+"""
+
+import socket
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
+
+SENDER = 0
+
+# Where a backend wants its buffers.
+BUFFER_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
+
+
+def open_store(host: str, timeout: float) -> TCPStore:
+    """The store that a transfer group meets at, listening on a free port of `host` alone.
+
+    `timeout` in seconds bounds every later wait on it. The port is `store.port`.
+    """
+    # TCPStore would listen on all interfaces if it opened the socket itself.
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(host: str, port: int, timeout: float) -> TCPStore:
+    """Connects to the sender's store within `timeout` seconds."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def epoch_store(store: Store, epoch: int) -> PrefixStore:
+    """The part of `store` that one incarnation of the group uses: keys of an older one never match."""
+    return PrefixStore(f"weights/{epoch}", store)
+
+
+def arrival_key(rank: int) -> str:
+    """Key that a receiver sets before it waits for the others, so that the sender knows it is there."""
+    return f"arrived/{rank}"
+
+
+def route_to(host: str, port: int) -> str:
+    """This machine's address on the way to `host`; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def transfer_group(
+    store: Store, *, address: str, rank: int, world_size: int, backend: str, timeout: float
+) -> ProcessGroup:
+    """Joins the group of `world_size` ranks that meet at `store`; blocks until all are there.
+
+    `backend` is gloo or nccl. `address` is the local address that peers reach this process at (gloo would
+    otherwise ask the resolver for the host name). `timeout` in seconds bounds this call and every collective.
+    """
+    group = ProcessGroup(store, rank, world_size)
+    limit = timedelta(seconds=timeout)
+    if backend == "gloo":
+        kind = ProcessGroup.BackendType.GLOO
+        transport = _gloo(store, address, rank, world_size, limit)
+    else:
+        kind = ProcessGroup.BackendType.NCCL
+        transport = _nccl(store, rank, world_size, limit)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(BUFFER_DEVICE[backend]), kind, transport)
+    return group
+
+
+def _gloo(store: Store, address: str, rank: int, world_size: int, timeout: timedelta) -> Backend:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub names it Options
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Backend:
+    # Not every torch is built with NCCL.
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def byte_buffer(nbytes: int, backend: str) -> torch.Tensor:
+    """An uninitialised uint8 tensor [nbytes] where `backend` can send and receive it."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=BUFFER_DEVICE[backend])

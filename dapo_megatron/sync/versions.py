@@ -1,0 +1,10 @@
+"""Weight versions: counted from 0, carried through vLLM as labels."""
+
+# Version of the weights that a server loaded from disk, before any push, and vLLM's label for them.
+INITIAL_VERSION = 0
+INITIAL_LABEL = "default"
+
+
+def parse_version(label: str) -> int:
+    """Weight version of vLLM's `label`; ValueError if it is not one that a push of ours set."""
+    return INITIAL_VERSION if label == INITIAL_LABEL else int(label)

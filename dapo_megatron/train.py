@@ -1,0 +1,110 @@
+"""The training loop. Every rank of torchrun runs it: `torchrun ... -m dapo_megatron.train CONFIG [KEY=VALUE ...]`."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from dapo_megatron.algorithm.advantage import group_advantages
+from dapo_megatron.checkpoint.export import export_hf
+from dapo_megatron.config.load import load_config
+from dapo_megatron.config.preflight import preflight
+from dapo_megatron.config.run import Config
+from dapo_megatron.errors import UserError
+from dapo_megatron.monitoring.monitor import Monitor
+from dapo_megatron.rollout.handle import StopRun, open_rollouts
+from dapo_megatron.run_state.checkpoint import RunState, load_latest
+from dapo_megatron.trainer import parallel
+from dapo_megatron.trainer.feed import Feed
+from dapo_megatron.trainer.policy import Metrics, Policy, combine
+from dapo_megatron.trainer.ranks import on_rank_zero
+from dapo_megatron.trainer.weights import WeightSync
+
+
+def train(config: Config, layout: parallel.Layout) -> None:
+    """Train from the newest saved state, or from the start, to `run.steps`."""
+    with open_rollouts(config, layout.rank, on_rank_zero) as rollouts:
+        policy = Policy(config, layout)  # while the servers start
+        state = load_latest(config, policy)
+        with Monitor(config, config.run.dir, enabled=layout.rank == 0, start_step=state.step) as monitor:
+            feed = Feed(rollouts, config, layout, monitor.progress)
+            with WeightSync(config, policy, feed.servers()) as weights:
+                weights.verify(state.version)
+                if state.step == 0:
+                    evaluate(feed, monitor, "before")
+                run(config, policy, feed, weights, state, monitor)
+                evaluate(feed, monitor, "after")
+            monitor.summary()
+
+
+def run(config: Config, policy: Policy, feed: Feed, weights: WeightSync, state: RunState, monitor: Monitor) -> None:
+    """Step by step to the end of the run; the last state is saved and the model exported."""
+    every = config.evaluation.every
+    while state.step < config.run.steps and step(policy, feed, weights, state, monitor):
+        if every and state.step % every == 0 and state.step < config.run.steps:
+            evaluate(feed, monitor, f"step_{state.step}")
+    with monitor.phase("save"):
+        state.save()
+        if config.run.export:
+            export_hf(config, policy)
+
+
+def step(policy: Policy, feed: Feed, weights: WeightSync, state: RunState, monitor: Monitor) -> bool:
+    """One step of Algorithm 1 (arXiv 2503.14476). False where the run ends here by its own rule."""
+    with monitor.phase("rollout"):
+        batch = feed.next_batch(state.step + 1, state.version)  # dynamic sampling until N mixed groups
+    if isinstance(batch, StopRun):
+        return False
+    header = batch.header
+    updates: list[Metrics] = []
+    if header.num_responses:
+        with monitor.phase("old_log_probs"):
+            batch.set_old_log_probs(policy.log_probs(batch))
+        batch.set_advantages(group_advantages(torch.from_numpy(header.rewards), torch.from_numpy(header.groups)))
+        policy.start_step()
+        with monitor.phase("update"):
+            for i, mini_batch in enumerate(batch.mini_batches()):
+                updates.append(policy.update(mini_batch))
+                monitor.progress("update", i + 1, batch.num_updates)
+        with monitor.phase("push"):
+            weights.push(state.version + 1)  # every server, hashes checked, prefix caches reset
+    with monitor.phase("save"):
+        state.finish_step(header.cursor, state.version + bool(updates))
+    monitor.step(state.step, {**header.stats, "skipped": float(not updates), **combine(updates)})
+    return True
+
+
+def evaluate(feed: Feed, monitor: Monitor, name: str) -> None:
+    """Accuracy on the held-out prompts, where there are any. Rank 0 alone asks; the others go on."""
+    with monitor.phase("evaluation"):
+        result = feed.evaluate(name)
+    if result is not None:
+        monitor.evaluation(name, result)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry of every rank: exit code 0, 2 for a user error, 130 for Ctrl-C, 1 for anything else."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks are left
+    try:
+        config = load_config(arguments[0], arguments[1:])
+        layout = parallel.initialize(config.parallel, config.run.seed, config.training.threads)
+        on_rank_zero(lambda: preflight(config, layout.world_size))
+        train(config, layout)
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.exit(0)
+    except UserError as error:  # every rank raises it; one tells
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"dapo-megatron: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Fixes for megatron-core where Transformer Engine is absent, with or without CUDA.
+
+megatron-core is developed with Transformer Engine; these are the places where its fallback is broken in 0.16.
+`apply()` does nothing where Transformer Engine is installed.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+
+def has_te() -> bool:
+    """Whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def apply() -> None:
+    """Install the fixes. Call after `device.import_megatron()`; idempotent."""
+    if has_te():
+        return
+    _fix_adam_step()
+    _fix_moe_router()
+    _fix_recompute_without_output()
+
+
+def _fix_adam_step() -> None:
+    """DistributedOptimizer gives all parameters one shared `step` tensor when it loads a state.
+
+    torch's AdamW advances it once per parameter, so bias correction is wrong from the second step after a resume.
+    Copying a parameter's state also writes into fp32 leaf views, and expects a `step` that the checkpoint lacks.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.load_state_dict
+    if getattr(original, "fixed", False):
+        return
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        for key, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
+            if key != "step":  # restored from the parameter groups
+                target.copy_(tensors[key])
+
+    load_state_dict.fixed = True  # type: ignore[attr-defined]
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _fix_moe_router() -> None:
+    """The router asks whether Transformer Engine's GEMM is None, but the name is never defined without it."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _fix_recompute_without_output() -> None:
+    """Selective recompute of layer norms takes fp8=False for "FP8 is on" and then looks for Transformer Engine."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    original = CheckpointWithoutOutput.__init__
+    if getattr(original, "fixed", False):
+        return
+
+    def init(self: Any, fp8: Any = None) -> None:
+        original(self, fp8 or None)
+
+    init.fixed = True  # type: ignore[attr-defined]
+    CheckpointWithoutOutput.__init__ = init

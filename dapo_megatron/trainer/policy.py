@@ -1,0 +1,172 @@
+"""The policy that is trained: log-probs of a batch, and one optimizer update from a mini-batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from dapo_megatron.algorithm.aggregation import aggregate
+from dapo_megatron.algorithm.policy_loss import policy_loss
+from dapo_megatron.checkpoint.hf import HFReader
+from dapo_megatron.config.run import Config
+from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.trainer import device
+from dapo_megatron.trainer.batching import Batch, MicroBatch, MiniBatch
+from dapo_megatron.trainer.build import build_model, export_weights, load_weights
+from dapo_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from dapo_megatron.trainer.parallel import Layout
+
+# Summed over the tokens of a mini-batch and divided by their number, and taken at their largest.
+MEANS = ("loss", "clip_high", "clip_low", "clip_dual", "entropy", "log_ratio_abs", "rollout_diff")
+MAXIMA = ("ratio_max", "rollout_diff_max")
+Metrics = dict[str, float]
+_Outputs = tuple[Tensor, Tensor]  # log-probs fp32 [n], entropy fp32 [n]
+
+
+def combine(updates: Sequence[Metrics]) -> Metrics:
+    """Metrics of a step from those of its updates: means, and the largest of MAXIMA.
+
+    `first_log_ratio` is the first update's mean |log r|: 0 where the trainer's kernels are deterministic (law 6).
+    """
+    if not updates:
+        return {}
+    combined = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    combined |= {name: max(update[name] for update in updates) for name in MAXIMA}
+    return combined | {"first_log_ratio": updates[0]["log_ratio_abs"]}
+
+
+class Policy:
+    """A Megatron model with its optimizer and schedule, in one layout.
+
+    Args:
+        config: the run's configuration.
+        layout: this rank's place in it.
+        checkpoint: Hugging Face folder to load; `config.model.path` where None.
+    """
+
+    def __init__(self, config: Config, layout: Layout, checkpoint: str | None = None) -> None:
+        path = checkpoint or config.model.path
+        self.config, self.layout, self.arch = config, layout, architecture_of(path)
+        self.model = build_model(
+            self.arch, config.parallel, config.training, temperature=config.rollout.temperature
+        )
+        masters = load_weights(self.model, HFReader(path))
+        self.ddp = wrap_data_parallel(self.model)
+        self.optimizer = build_optimizer(self.ddp, config.optimizer, masters)
+        self.scheduler = build_scheduler(self.optimizer, config.optimizer)
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+
+    def log_probs(self, batch: Batch) -> list[Tensor]:
+        """Log-probs of the response tokens under the current weights, per micro-batch of this rank.
+
+        The forward pass runs on the update's own micro-batches, so that the first update starts at a ratio of
+        exactly 1 wherever kernels are deterministic.
+
+        Returns:
+            fp32 [n] tensors; empty ones on all but the last pipeline stage.
+        """
+        micro_batches = batch.micro_batches()
+        if not micro_batches:
+            return []
+
+        def collect(micro: MicroBatch, outputs: _Outputs, non_loss_data: bool) -> Tensor:
+            return outputs[0]
+
+        with torch.no_grad():
+            stored = self._run(micro_batches, collect, forward_only=True, collect_non_loss_data=True)
+        return stored or [torch.empty(0)] * len(micro_batches)
+
+    def start_step(self) -> None:
+        """Advance the learning-rate schedule: once per rollout step, however many updates it holds."""
+        self.scheduler.step(1)
+
+    def update(self, mini_batch: MiniBatch) -> Metrics:
+        """One optimizer step on a mini-batch. Returns metrics over the whole mini-batch, the same on every rank."""
+        metrics = self.gradients(mini_batch)
+        succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded:
+            raise RuntimeError("the optimizer step was skipped: gradients are not finite")
+        return metrics | {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def gradients(self, mini_batch: MiniBatch, *, force_all_reduce: bool = False) -> Metrics:
+        """Fill the main gradients with those of the mini-batch's loss; metrics over all its tokens.
+
+        Args:
+            mini_batch: this rank's micro-batches.
+            force_all_reduce: leave the whole reduced gradient on every rank, not only the rank's share.
+        """
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        stored = self._run(
+            mini_batch.micro_batches, self._loss, forward_only=False, force_all_reduce=force_all_reduce
+        )
+        return self._reduce(stored, mini_batch.num_tokens)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of all weights; a collective over the ranks of one model replica."""
+        return export_weights(self.model)
+
+    def _run(
+        self, micro_batches: list[MicroBatch], loss: Callable[..., Any], **options: Any
+    ) -> list[Any]:
+        """Megatron's schedule over the micro-batches; what `loss` stored, on the last pipeline stage."""
+
+        def forward(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+            micro = next(batches)
+            outputs = model(micro.input_ids, None, None, labels=micro.targets, packed_seq_params=micro.packed)
+            return outputs, partial(loss, micro)
+
+        schedule: Callable[..., list[Any]] = get_forward_backward_func()
+        return schedule(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=[self.ddp],
+            num_microbatches=len(micro_batches),
+            seq_length=self.config.training.micro_batch_tokens,  # unused: packed batches have their own lengths
+            micro_batch_size=1,
+            **options,
+        )
+
+    def _loss(self, micro: MicroBatch, outputs: _Outputs) -> tuple[Tensor, Tensor, Tensor]:
+        """(sum of the tokens' losses, their number, metrics [MEANS + MAXIMA]) of one micro-batch."""
+        log_probs, entropy = outputs
+        mask = torch.ones_like(log_probs, dtype=torch.bool)
+        result = policy_loss(log_probs, micro.old_log_probs, micro.advantages, mask, self.config.algorithm.clip)
+        total = aggregate(result.losses, mask, num_tokens=1)  # Megatron divides by the mini-batch's count
+        with torch.no_grad():
+            log_ratio = (log_probs - micro.old_log_probs).abs()
+            rollout_diff = (micro.old_log_probs - micro.rollout_log_probs).abs()
+            sums = (result.losses, result.clipped_high, result.clipped_low, result.clipped_dual, entropy,
+                    log_ratio, rollout_diff)  # fmt: skip
+            largest = (result.ratio, rollout_diff)
+            stored = torch.stack(
+                [value.double().sum() for value in sums]
+                + [value.double().amax() if len(value) else value.double().sum() for value in largest]
+            )
+        if not len(log_probs):
+            total = total + log_probs.sum() * 0.0  # a rank without tokens still takes part in the backward pass
+        return total, torch.tensor(len(log_probs), dtype=torch.int, device=log_probs.device), stored
+
+    def _reduce(self, stored: list[Tensor], num_tokens: int) -> Metrics:
+        """Metrics of the mini-batch over micro-batches, data ranks and (by broadcast) pipeline stages."""
+        values = torch.zeros(len(MEANS) + len(MAXIMA), dtype=torch.float64, device=device.current_device())
+        if stored:
+            every = torch.stack(stored)
+            values = torch.cat([every[:, : len(MEANS)].sum(0), every[:, len(MEANS) :].amax(0)])
+        sums, maxima = values[: len(MEANS)].contiguous(), values[len(MEANS) :].contiguous()
+        data_group = parallel_state.get_data_parallel_group()
+        dist.all_reduce(sums, group=data_group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=data_group)
+        if self.layout.pipeline > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(sums, last, group=group)
+            dist.broadcast(maxima, last, group=group)
+        means = {name: value / max(1, num_tokens) for name, value in zip(MEANS, sums.tolist(), strict=True)}
+        return means | dict(zip(MAXIMA, maxima.tolist(), strict=True))

@@ -1,0 +1,145 @@
+"""The transfer group between processes, built where torchrun's environment would mislead torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from dapo_megatron.sync import group as transfer
+from dapo_megatron.sync.buckets import tensor_hash
+from tests.models import REPOSITORY
+
+WORLD_SIZE = 3
+NBYTES = 1 << 20
+TORCHRUN = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+RECEIVER = """
+import sys
+from dapo_megatron.sync import group as transfer
+from dapo_megatron.sync.buckets import tensor_hash
+
+port, rank, world_size, nbytes, epochs = map(int, sys.argv[1:])
+store = transfer.join_store("127.0.0.1", port, 30)
+for epoch in range(1, epochs + 1):
+    meeting = transfer.epoch_store(store, epoch)
+    meeting.set(transfer.arrival_key(rank), "")
+    address = transfer.route_to("127.0.0.1", port)
+    group = transfer.transfer_group(
+        meeting, address=address, rank=rank, world_size=world_size, backend="gloo", timeout=30
+    )
+    buffer = transfer.byte_buffer(nbytes, "gloo")
+    print("joined", flush=True)
+    try:
+        group.broadcast(buffer, transfer.SENDER).wait()
+        print(tensor_hash(buffer), flush=True)
+    except RuntimeError:
+        print("broken off", flush=True)
+    group.abort()
+"""
+
+
+@contextmanager
+def receivers(port: int, epochs: int) -> Iterator[list["subprocess.Popen[str]"]]:
+    command = [sys.executable, "-c", RECEIVER, str(port)]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(WORLD_SIZE), str(NBYTES), str(epochs)],
+            env=os.environ | TORCHRUN,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(1, WORLD_SIZE)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def join(store: torch.distributed.Store, epoch: int) -> torch.distributed.ProcessGroup:
+    return transfer.transfer_group(
+        transfer.epoch_store(store, epoch),
+        address="127.0.0.1",
+        rank=transfer.SENDER,
+        world_size=WORLD_SIZE,
+        backend="gloo",
+        timeout=30,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_bytes_arrive_and_the_group_can_be_rebuilt() -> None:
+    store = transfer.open_store("127.0.0.1", timeout=30)
+    with receivers(store.port, epochs=2) as processes:
+        for epoch in (1, 2):
+            group = join(store, epoch)
+            payload = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
+            group.broadcast(payload, transfer.SENDER).wait()
+            for process in processes:
+                assert line(process) == "joined"
+                assert line(process) == tensor_hash(payload)
+            group.abort()
+        assert [process.wait(20) for process in processes] == [0, 0]
+
+
+def test_sender_that_breaks_off_frees_its_receivers() -> None:
+    store = transfer.open_store("127.0.0.1", timeout=30)
+    with receivers(store.port, epochs=1) as processes:
+        group = join(store, 1)
+        for process in processes:
+            assert line(process) == "joined"
+        begun = time.monotonic()
+        group.abort()
+        for process in processes:
+            assert line(process) == "broken off"
+        assert time.monotonic() - begun < 10
+
+
+def test_dead_receiver_ends_the_broadcast_long_before_its_timeout() -> None:
+    store = transfer.open_store("127.0.0.1", timeout=30)
+    with receivers(store.port, epochs=1) as processes:
+        group = join(store, 1)
+        os.kill(processes[0].pid, signal.SIGSTOP)  # it cannot receive any more
+        work = group.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), transfer.SENDER)
+        processes[0].kill()
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)connection|reset|closed"):
+            work.wait()
+        assert time.monotonic() - begun < 10
+        group.abort()
+
+
+def test_store_listens_on_its_host_alone() -> None:
+    store = transfer.open_store("127.0.0.2", timeout=5)
+    assert transfer.join_store("127.0.0.2", store.port, 5).num_keys() >= 0
+    with pytest.raises(RuntimeError):
+        transfer.join_store("127.0.0.1", store.port, 1)
+
+
+def test_route_is_the_address_that_the_host_sees() -> None:
+    assert transfer.route_to("127.0.0.1", 9) == "127.0.0.1"

@@ -1,0 +1,66 @@
+"""One real vLLM server with a tiny model, shared by all tests of this folder."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.rollout.server import Server, start_server, stop_server, wait_until_healthy
+from tests.fleet.tiny import write_tiny_model
+
+MAX_MODEL_LEN = 256
+START_SECONDS = 240  # on an idle machine it takes 25
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that runs also waits for the server."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    server: Server
+    token: str
+    model: Path
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+
+@pytest.fixture(scope="session")
+def tiny_fleet() -> FleetConfig:
+    """Settings of the shared server: fp32, so that it can be compared with transformers."""
+    return FleetConfig(dtype="float32", kv_cache_gb=0.03, max_num_seqs=16, block_size=32)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def running(
+    tiny_model: Path, tiny_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    token = secrets.token_hex(16)
+    server = start_server(
+        model=str(tiny_model),
+        index=0,
+        port=None,
+        fleet=tiny_fleet,
+        max_model_len=MAX_MODEL_LEN,
+        seed=1,
+        log_path=tmp_path_factory.mktemp("logs") / "server_0.log",
+        token=token,
+    )
+    try:
+        wait_until_healthy(server, timeout=START_SECONDS)
+        yield RunningServer(server, token, tiny_model)
+    finally:
+        stop_server(server)

@@ -1,0 +1,218 @@
+"""Bad input is refused before any process starts, in one sentence that names it."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_helpers import write_config, write_model
+
+from dapo_megatron.config import preflight as checks
+from dapo_megatron.config.load import load_config
+from dapo_megatron.config.preflight import preflight
+from dapo_megatron.errors import UserError
+
+
+def check(folder: Path, *overrides: str, num_ranks: int = 1, **sections: Any) -> None:
+    preflight(load_config(write_config(folder, **sections), overrides), num_ranks)
+
+
+def message(folder: Path, *overrides: str, num_ranks: int = 1, **sections: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        check(folder, *overrides, num_ranks=num_ranks, **sections)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model")
+    return tmp_path
+
+
+def test_good_input_passes(folder: Path) -> None:
+    check(folder)
+    check(folder, "parallel.tensor=3", "parallel.pipeline=2", num_ranks=6)
+
+
+def test_single_file_model_passes(folder: Path) -> None:
+    model = folder / "model"
+    (model / "model.safetensors.index.json").unlink()
+    (model / "model-00002-of-00002.safetensors").rename(model / "model.safetensors")
+    check(folder)
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+SHARD = "model-00002-of-00002.safetensors"
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (lambda model: model.rename(model.parent / "elsewhere"), "model does not exist"),
+    (lambda model: (model / "config.json").unlink(), "config.json does not exist"),
+    (lambda model: (model / "config.json").write_text("{"), "config.json is not valid JSON"),
+    (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    (lambda model: (model / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
+    (lambda model: (model / "tokenizer_config.json").unlink(), "has no tokenizer_config.json"),
+    (lambda model: (model / "model.safetensors.index.json").unlink(), "has neither model.safetensors nor"),
+    (lambda model: (model / "model.safetensors.index.json").write_text("[]"), "is not an index with a `weight_map`"),
+    (lambda model: (model / SHARD).unlink(), f"{SHARD} is missing, but model.safetensors.index.json names it"),
+    (lambda model: cut(model / SHARD, 4), f"{SHARD} is not a complete safetensors file"),
+    (lambda model: cut(model / SHARD, 40), f"{SHARD} is not a complete safetensors file"),
+    (lambda model: cut(model / SHARD, (model / SHARD).stat().st_size - 8), f"{SHARD} is cut off or damaged"),
+]
+
+
+@pytest.mark.parametrize(("damage", "expected"), DAMAGE, ids=[expected for _, expected in DAMAGE])
+def test_half_written_model(folder: Path, damage: Callable[[Path], object], expected: str) -> None:
+    damage(folder / "model")
+    text = message(folder)
+    assert text.startswith("model.path: ")
+    assert expected in text
+
+
+def test_tensor_that_the_index_promises_but_the_shard_lacks(folder: Path) -> None:
+    index = folder / "model/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["c.weight"] = SHARD
+    index.write_text(json.dumps(content))
+    assert f"{SHARD} lacks the tensor c.weight" in message(folder)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", architectures=["MambaForCausalLM"])
+    text = message(tmp_path)
+    assert "MambaForCausalLM" in text
+    assert "LlamaForCausalLM, Qwen2ForCausalLM" in text
+
+
+def test_tensor_parallel_size_must_divide_heads(folder: Path) -> None:
+    expected = "parallel.tensor=2 does not divide 9 attention heads and 3 key/value heads of model; use 1 or 3"
+    assert message(folder, "parallel.tensor=2", num_ranks=2) == expected
+
+
+def test_tensor_parallel_size_must_divide_the_mlp(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", intermediate_size=97)
+    assert "parallel.tensor=3 does not divide the MLP size 97" in message(tmp_path, "parallel.tensor=3", num_ranks=3)
+
+
+def test_pipeline_must_divide_layers(folder: Path) -> None:
+    text = message(folder, "parallel.pipeline=4", num_ranks=4)
+    assert text == "parallel.pipeline=4 does not divide 6 layers of model; use 1, 2, 3 or 6"
+
+
+def test_ranks_must_be_whole_copies(folder: Path) -> None:
+    assert message(folder, "parallel.tensor=3", num_ranks=4).startswith("--nproc 4 is not a multiple of")
+
+
+def test_longest_sequence_must_fit_the_model(folder: Path) -> None:
+    text = message(folder, "rollout.max_tokens=200")
+    assert "data.max_prompt_tokens + rollout.max_tokens = 328 is more than the 256 positions" in text
+
+
+def rows(folder: Path, *lines: dict[str, Any]) -> dict[str, Any]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"train": {"path": str(path)}, "max_prompt_tokens": 8}
+
+
+GOOD_ROW = {"prompt": "1 + 1 =", "reward_model": {"ground_truth": "2"}}
+
+
+def test_data_file(folder: Path) -> None:
+    check(folder, data=rows(folder, GOOD_ROW))
+
+
+def test_row_without_gold_answer_is_named(folder: Path) -> None:
+    text = message(folder, data=rows(folder, GOOD_ROW, {"prompt": "1 + 2 =", "reward_model": {}}))
+    assert "row 2" in text
+    assert "rows.jsonl" in text
+    assert "ground_truth" in text
+
+
+def test_missing_data_file(folder: Path) -> None:
+    data = {"train": {"path": str(folder / "nowhere.jsonl")}, "max_prompt_tokens": 8}
+    assert "nowhere.jsonl does not exist" in message(folder, data=data)
+
+
+def test_empty_data_file(folder: Path) -> None:
+    assert "has no rows" in message(folder, data=rows(folder))
+
+
+def test_prompts_that_are_all_too_long(folder: Path) -> None:
+    long_row = {"prompt": "1 + 1 + 1 + 1 =", "reward_model": {"ground_truth": "4"}}
+    check(folder, data=rows(folder, long_row, GOOD_ROW))
+    assert "every prompt is longer than data.max_prompt_tokens=8" in message(folder, data=rows(folder, long_row))
+
+
+def test_held_out_data_is_checked_too(folder: Path) -> None:
+    evaluation = {"data": {"path": str(folder / "held_out.jsonl")}}
+    assert "held_out.jsonl" in message(folder, evaluation=evaluation)
+
+
+def test_port_in_use(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        text = message(folder, f"fleet.port={port}")
+    assert text == f"fleet.port={port}: port {port} on 127.0.0.1 is in use or cannot be bound"
+    check(folder, f"fleet.port={port}")
+
+
+def test_every_server_needs_its_port(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"port {port} on" in message(folder, f"fleet.port={port - 1}", "fleet.servers=2")
+
+
+@pytest.mark.parametrize(
+    ("module", "override", "expected"),
+    [
+        ("vllm", "fleet.servers=1", "vLLM is not installed: run `make setup`"),
+        ("wandb", "tracking.wandb_project=p", "tracking.wandb_project is set, but wandb is not installed"),
+    ],
+)
+def test_missing_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, override: str, expected: str
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == module else object())
+    assert expected in message(folder, override)
+
+
+def test_server_layout_must_divide_heads(folder: Path) -> None:
+    assert message(folder, "fleet.tensor=2") == "fleet.tensor=2 does not divide 9 attention heads"
+
+
+def test_replay_needs_recorded_batches_and_nothing_of_the_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    recorded = folder / "rollouts"
+    assert "holds no recorded batches" in message(folder, f"rollout.replay={recorded}")
+    recorded.mkdir()
+    (recorded / "step_000001.npz").touch()
+    check(folder, f"rollout.replay={recorded}")
+
+
+def saved_state(run_dir: Path) -> None:
+    state = run_dir / "state/step_000002"
+    state.mkdir(parents=True)
+    (state / "manifest.json").write_text("{}")
+    (state / "run.json").write_text(json.dumps({"layout": {"tensor": 1, "pipeline": 1, "data": 2}}))
+    (run_dir / "state/latest").write_text("step_000002\n")
+
+
+def test_resume_needs_the_same_layout(folder: Path) -> None:
+    saved_state(folder / "run")
+    check(folder, num_ranks=2)
+    assert "was saved with the layout" in message(folder, num_ranks=1)
+
+
+def test_resume_never_refuses_a_saved_state(folder: Path) -> None:
+    saved_state(folder / "run")
+    assert "run.resume=never" in message(folder, "run.resume=never", num_ranks=2)
+
+
+def test_run_folder_must_be_a_folder(folder: Path) -> None:
+    (folder / "run").write_text("")
+    assert "run.dir" in message(folder)
