@@ -20,7 +20,7 @@ STAMP = $(VENV)/installed-$(shell cat $(REQUIREMENTS) | sha256sum | cut -c1-16)
 .PHONY: help setup model quickstart test unit distributed fleet lint docs clean
 
 help:
-	@echo "make setup         environment in $(VENV): CPU versions of everything (about a minute, 2.4 GB)"
+	@echo "make setup         environment in $(VENV): CPU versions of everything (2.4 GB; about a minute on an idle machine)"
 	@echo "make quickstart    train SmolLM2-135M to add two-digit numbers; NPROC=2 for two ranks, STEPS=n to change the length"
 	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
 	@echo "make lint          ruff and mypy"

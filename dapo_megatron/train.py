@@ -17,6 +17,7 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.monitoring.monitor import Monitor
 from dapo_megatron.rollout.handle import StopRun, open_rollouts
+from dapo_megatron.rollout.server import die_with_parent
 from dapo_megatron.run_state.checkpoint import RunState, load_latest
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.feed import Feed
@@ -90,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry of every rank: exit code 0, 2 for a user error, 130 for Ctrl-C, 1 for anything else."""
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks are left
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())  # a launcher that is killed outright tells its ranks nothing
     try:
         config = load_config(arguments[0], arguments[1:])
         layout = parallel.initialize(config.parallel, config.run.seed, config.training.threads)

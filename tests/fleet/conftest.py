@@ -1,17 +1,21 @@
 """One real vLLM server with a tiny model, shared by all tests of this folder."""
 
+import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.rollout.server import Server, start_server, stop_server, wait_until_healthy
-from tests.fleet.tiny import write_tiny_model
+from tests.fleet.tiny import load, write_tiny_model
 
 MAX_MODEL_LEN = 256
+LEAST_SHARE, MOST_SHARE = 0.15, 0.85
 START_SECONDS = 240  # on an idle machine it takes 25
 
 
@@ -64,3 +68,22 @@ def running(
         yield RunningServer(server, token, tiny_model)
     finally:
         stop_server(server)
+
+
+@pytest.fixture(scope="session")
+def task(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts whose gold answer is a character that the random model says next now and then, but not always."""
+    model, tokenizer = load(tiny_model), Tokenizer(tiny_model)
+    rows = []
+    for number in range(200):
+        prompt = f"{number:03d}" * 12
+        ids = tokenizer.encode_prompts([prompt])[0]
+        with torch.no_grad():
+            shares = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+        best = int(shares[:94].argmax())  # the printable characters of ASCII stand first
+        if LEAST_SHARE < shares[best] < MOST_SHARE:
+            rows.append({"prompt": prompt, "reward_model": {"ground_truth": tokenizer.decode([best])}})
+    assert len(rows) >= 10, "the random model is too sure or too unsure everywhere"
+    path = tmp_path_factory.mktemp("task") / "task.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -5,14 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.rollout.server import start_server, stop_server, wait_until_healthy
+from dapo_megatron.sync.sender import WeightSender
+from dapo_megatron.sync.server_admin import ServerError
+from tests.fleet.conftest import START_SECONDS
+from tests.fleet.tiny import load, weights
 from tests.models import REPOSITORY
 
 # Starts a server as a rank of torchrun would, tells its process id, and waits to be killed.
@@ -79,6 +86,52 @@ def test_server_dies_with_its_killed_parent(tiny_model: Path, tmp_path: Path, wa
         parent.wait()
         for process in session(leader):
             process.kill()
+
+
+def test_server_killed_during_a_push_is_named_at_once(
+    tiny_model: Path, tiny_fleet: FleetConfig, tmp_path: Path
+) -> None:
+    server = start_server(
+        model=str(tiny_model),
+        index=0,
+        port=None,
+        fleet=tiny_fleet,
+        max_model_len=128,
+        seed=1,
+        log_path=tmp_path / "server.log",
+        token="secret",
+    )
+    sender = None
+    try:
+        wait_until_healthy(server, START_SECONDS)
+        sender = WeightSender(
+            [(server.url, "secret")],
+            host="127.0.0.1",
+            bucket_bytes=1 << 16,
+            dtype=torch.float32,
+            timeout=60,
+            backend="gloo",
+        )
+        sender.connect()
+        tensors = weights(load(tiny_model))
+        killed_at = 0.0
+
+        def lethal() -> Iterator[tuple[str, Tensor]]:
+            nonlocal killed_at
+            for index, named in enumerate(tensors):
+                if index == len(tensors) // 2:
+                    killed_at = time.monotonic()
+                    for process in session(server.process.pid):
+                        process.kill()
+                yield named
+
+        with pytest.raises(ServerError, match=f"server {server.url}: POST /update_weights failed"):
+            sender.push(lethal(), [(name, tuple(tensor.shape)) for name, tensor in tensors], 1)
+        assert time.monotonic() - killed_at < 10
+    finally:
+        if sender is not None:
+            sender.close()
+        stop_server(server)
 
 
 def test_server_without_its_parent_does_not_start(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
 from transformers import Qwen2ForCausalLM
 
 from dapo_megatron.rollout.client import Generated, Sampling, ServerClient
+from dapo_megatron.sync.group import TransferGroup
 from dapo_megatron.sync.sender import PushReport, WeightSender
 from dapo_megatron.sync.server_admin import ServerAdmin, ServerError
 from tests.fleet.conftest import RunningServer
@@ -96,28 +96,28 @@ async def test_tied_output_matrix_follows_the_embedding(
     assert difference(model, await probe(running)) < 1e-4
 
 
-class DamagedWire:
-    """A transfer group that flips one bit of the first bucket on its way."""
+def damage_first_bucket(group: TransferGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `group` flip one bit of the next bucket on its way."""
+    send = group.start_broadcast
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._intact = False
+    def send_damaged(buffer: Tensor, timeout: float) -> None:
+        damaged = buffer.clone()
+        damaged[7] ^= 1
+        monkeypatch.setattr(group, "start_broadcast", send)
+        send(damaged, timeout)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
-        damaged = tensor.clone()
-        damaged[7] ^= 0 if self._intact else 1
-        self._intact = True
-        return self._group.broadcast(damaged, root)
-
-    def abort(self) -> None:
-        self._group.abort()
+    monkeypatch.setattr(group, "start_broadcast", send_damaged)
 
 
 def test_flipped_bit_is_caught_and_the_version_stays(
-    running: RunningServer, sender: WeightSender, model: Qwen2ForCausalLM, admin: ServerAdmin
+    running: RunningServer,
+    sender: WeightSender,
+    model: Qwen2ForCausalLM,
+    admin: ServerAdmin,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert sender._group is not None
-    sender._group = DamagedWire(sender._group)  # type: ignore[assignment]
+    damage_first_bucket(sender._group, monkeypatch)
     first = weights(model)[0][0]
     with pytest.raises(ServerError, match=f"{running.url}, worker 0: tensor {first} arrived with hash"):
         push(sender, weights(model), 9)
@@ -154,12 +154,12 @@ def test_tensors_must_follow_the_plan(sender: WeightSender, model: Qwen2ForCausa
 
 
 def test_server_that_refuses_does_not_hang_the_broadcast(
-    sender: WeightSender, model: Qwen2ForCausalLM, admin: ServerAdmin
+    sender: WeightSender, model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = [(name, tensor) for name, tensor in weights(model)]
-    sender._update_info = lambda plan: {"names": []}  # type: ignore[method-assign]
+    # Too large for the sockets' buffers: the broadcast cannot end without a receiver.
+    tensors = [("model.embed_tokens.weight", torch.zeros(1 << 24)), *weights(model)[1:]]
+    monkeypatch.setattr(sender, "_update_info", lambda plan: {"names": []})
     begun = time.monotonic()
     with pytest.raises(ServerError, match="update_weights failed"):
-        push(sender, bad, 9)
+        push(sender, tensors, 9)
     assert time.monotonic() - begun < 10
-    del sender._update_info

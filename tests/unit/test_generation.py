@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.unit.config_helpers import write_model
 
 from dapo_megatron.config.algorithm import OverlongConfig
 from dapo_megatron.data.tokenizer import Tokenizer
@@ -17,6 +16,7 @@ from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.generation import Grader, GroupGenerator
 from dapo_megatron.rollout.sampler import GroupFailedError, Progress
 from dapo_megatron.types import Prompt, Sample
+from tests.unit.config_helpers import write_model
 
 SAMPLING = Sampling(max_tokens=8)
 PROMPT = Prompt(id=0, token_ids=(1, 2), ground_truth="46")

@@ -7,12 +7,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.unit.config_helpers import write_model
 
 from dapo_megatron.config.data import DatasetConfig
 from dapo_megatron.data.prompts import load_rows, tokenize
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError
+from tests.unit.config_helpers import write_model
 
 CHAT = [{"role": "user", "content": "HELLO"}]
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"

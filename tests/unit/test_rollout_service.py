@@ -11,7 +11,6 @@ import httpx
 import numpy as np
 import pytest
 from aiohttp import web
-from tests.unit.test_blocks import assert_same, make_batch
 
 from dapo_megatron.errors import UserError
 from dapo_megatron.rollout.address import Address
@@ -20,6 +19,7 @@ from dapo_megatron.rollout.handle import ControllerError, RemoteRollouts, StopRu
 from dapo_megatron.rollout.sampler import Progress
 from dapo_megatron.rollout.service import BudgetExhaustedError, Service
 from dapo_megatron.types import BatchHeader
+from tests.unit.test_blocks import assert_same, make_batch
 
 TOKEN = "secret"
 
@@ -52,7 +52,6 @@ class RunningService:
 
     def __init__(self, log_path: Path) -> None:
         self.work = ScriptedWork()
-        self.shutdowns = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -62,14 +61,11 @@ class RunningService:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
     async def _start(self) -> int:
-        self.service = Service(TOKEN, self._count)
+        self.service = Service(TOKEN)
         self._runner = web.AppRunner(self.service.application(), shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         return int(self._runner.addresses[0][1])
-
-    def _count(self) -> None:
-        self.shutdowns += 1
 
     async def _ready(self) -> None:
         self.service.ready(self.work, [("http://server", "server token")])
@@ -184,7 +180,11 @@ def test_a_failure_reaches_those_who_wait_at_once_and_those_who_come_later(
         rollouts.wait(1, quiet)
     assert time.monotonic() - started < 5
     timer.join()
-    for ask in (lambda: rollouts.begin(2, 1), lambda: rollouts.evaluate("x", quiet), lambda: rollouts.wait_ready(quiet)):
+    for ask in (
+        lambda: rollouts.begin(2, 1),
+        lambda: rollouts.evaluate("x", quiet),
+        lambda: rollouts.wait_ready(quiet),
+    ):
         with pytest.raises(expected, match=message):
             ask()
 
@@ -226,19 +226,13 @@ def test_wrong_requests_are_refused_and_harm_nothing(
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret"}])
-@pytest.mark.parametrize(("method", "path"), [("GET", "/status"), ("POST", "/shutdown"), ("POST", "/batches/1")])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/status"), ("POST", "/batches/1")])
 def test_nothing_is_open_without_the_token(
     running: RunningService, method: str, path: str, headers: dict[str, str]
 ) -> None:
     encoded = {name: value.encode() for name, value in headers.items()}
     reply = httpx.request(method, running.address.url + path, headers=encoded)
     assert reply.status_code == 401
-    assert running.shutdowns == 0
-
-
-def test_shutdown(running: RunningService) -> None:
-    httpx.post(running.address.url + "/shutdown", headers={"Authorization": f"Bearer {TOKEN}"}).raise_for_status()
-    assert running.shutdowns == 1
 
 
 def test_a_controller_that_is_gone_is_noticed_at_once_with_its_log(tmp_path: Path) -> None:
@@ -246,5 +240,8 @@ def test_a_controller_that_is_gone_is_noticed_at_once_with_its_log(tmp_path: Pat
     log.write_text("first\nlast words\n")
     running = RunningService(log)
     running.stop()
-    with RemoteRollouts(running.address) as rollouts, pytest.raises(ControllerError, match="(?s)cannot be reached.*last"):
+    with (
+        RemoteRollouts(running.address) as rollouts,
+        pytest.raises(ControllerError, match=r"(?s)cannot be reached.*last"),
+    ):
         rollouts.wait(1, quiet)
