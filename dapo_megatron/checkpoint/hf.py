@@ -48,7 +48,7 @@ class HFReader:
         return sorted(self._file_of)
 
     def __call__(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        """The tensor `name`, or its stretch [start, stop) along `dim` 0 or 1, in the dtype of the file.
+        """The tensor `name`, or its stretch [start, stop) along `dim` 0 or 1, contiguous, in the dtype of the file.
 
         Raises:
             UserError: if the checkpoint has no such tensor, or its file is missing or damaged.
@@ -59,7 +59,7 @@ class HFReader:
         if dim is None:
             return file.get_tensor(name)
         part = file.get_slice(name)
-        return part[start:stop] if dim == 0 else part[:, start:stop]
+        return part[start:stop] if dim == 0 else part[:, start:stop].contiguous()
 
 
 def write_hf(
