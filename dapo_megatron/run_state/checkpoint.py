@@ -7,6 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+import dapo_megatron.trainer  # noqa: F401  (adapts megatron-core before it is imported below)
+
+# isort: split
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker

@@ -18,7 +18,7 @@ import torch
 
 # Modules of megatron-core that use CUDA, and the use that needs the replacement.
 PATCHED_MODULES: dict[str, str] = {
-    "megatron.core.tensor_parallel.random": "RNG tracker: get_rng_state, manual_seed",
+    "megatron.core.tensor_parallel.random": "RNG tracker and recompute: get_rng_state, manual_seed",
     "megatron.core.distributed.param_and_grad_buffer": "parameter and gradient buffers: current_device",
     "megatron.core.optimizer.clip_grads": 'norm of the gradients: zeros(device="cuda")',
     "megatron.core.optimizer.optimizer": 'constant loss scale: tensor(device="cuda")',
@@ -101,7 +101,8 @@ def _torch_stand_in() -> types.ModuleType:
         current_device=lambda: torch.device("cpu"),  # gradient buffers, p2p, checkpoints: where to allocate
         synchronize=lambda: None,  # p2p and checkpoints, before buffers are read
         get_rng_state=torch.get_rng_state,  # RNG tracker
-        manual_seed=torch.default_generator.manual_seed,  # RNG tracker; torch.manual_seed would also seed other devices
+        manual_seed=torch.default_generator.manual_seed,  # RNG tracker
+        random=types.SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state()),  # recompute
     )
     return _StandIn(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
 

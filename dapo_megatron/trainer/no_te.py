@@ -4,6 +4,7 @@ megatron-core is developed with Transformer Engine; these are the places where i
 `apply()` does nothing where Transformer Engine is installed.
 """
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -15,6 +16,7 @@ def has_te() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+@functools.cache  # a second call would wrap the fixes again
 def apply() -> None:
     """Install the fixes. Call after `device.import_megatron()`; idempotent."""
     if has_te():
@@ -32,16 +34,15 @@ def _fix_adam_step() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    original = DistributedOptimizer.load_state_dict
-    if getattr(original, "fixed", False):
-        return
+    load = DistributedOptimizer.load_state_dict
 
+    @functools.wraps(load)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        original(self, state_dict)
+        load(self, state_dict)
         for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+            state["step"] = state["step"].clone()
 
+    @functools.wraps(DistributedOptimizer._set_main_param_and_optimizer_states)
     @torch.no_grad()
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
@@ -50,7 +51,6 @@ def _fix_adam_step() -> None:
             if key != "step":  # restored from the parameter groups
                 target.copy_(tensors[key])
 
-    load_state_dict.fixed = True  # type: ignore[attr-defined]
     DistributedOptimizer.load_state_dict = load_state_dict
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
@@ -59,8 +59,7 @@ def _fix_moe_router() -> None:
     """The router asks whether Transformer Engine's GEMM is None, but the name is never defined without it."""
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None
 
 
 def _fix_recompute_without_output() -> None:
@@ -68,11 +67,9 @@ def _fix_recompute_without_output() -> None:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     original = CheckpointWithoutOutput.__init__
-    if getattr(original, "fixed", False):
-        return
 
+    @functools.wraps(original)
     def init(self: Any, fp8: Any = None) -> None:
         original(self, fp8 or None)
 
-    init.fixed = True  # type: ignore[attr-defined]
     CheckpointWithoutOutput.__init__ = init

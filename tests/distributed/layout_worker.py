@@ -10,30 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from dapo_megatron.algorithm.advantage import group_advantages
 from dapo_megatron.trainer import parallel
-from dapo_megatron.trainer.batching import Batch, build_batch, plan_batch
 from dapo_megatron.trainer.build import export_weights
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response
-from tests.distributed.batches import make_batch, make_config, old_log_probs, token_stream
-
-_CPU = torch.device("cpu")
-
-
-def load_batch(policy: Policy) -> Batch:
-    header, tokens = make_batch(token_stream(policy.config.model.path, policy.arch.vocab_size))
-    training, layout = policy.config.training, policy.layout
-    plans = plan_batch(
-        header,
-        mini_batch=training.mini_batch,
-        data_ranks=layout.data,
-        micro_batch_tokens=training.micro_batch_tokens,
-    )
-    batch = build_batch(header, plans, tokens, data_rank=layout.data_rank, device=_CPU)
-    batch.set_advantages(group_advantages(torch.from_numpy(header.rewards), torch.from_numpy(header.groups)))
-    return batch
-
+from tests.batches import load_batch, make_config, old_log_probs
 
 def compute_in_fp64(policy: Policy) -> None:
     """Forward and backward passes in fp64; the main gradients stay fp32.

@@ -8,7 +8,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from dapo_megatron.algorithm.advantage import group_advantages
 from dapo_megatron.config.run import Config
+from dapo_megatron.trainer.batching import Batch, build_batch, plan_batch
+from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.types import BatchHeader, TokenBlock
 from tests.models import REPOSITORY
 
@@ -80,3 +83,18 @@ def old_log_probs(header: BatchHeader, log_probs: dict[int, torch.Tensor], seed:
     """Old log-probs near the policy's, so that some tokens are clipped and most are not."""
     random = torch.Generator().manual_seed(seed)
     return {r: lp + 0.25 * torch.randn(lp.shape, generator=random) for r, lp in sorted(log_probs.items())}
+
+
+def load_batch(policy: Policy, seed: int = 0) -> Batch:
+    """A random batch, planned and packed for this rank, with its advantages. Old log-probs are the caller's to set."""
+    header, tokens = make_batch(token_stream(policy.config.model.path, policy.arch.vocab_size), seed=seed)
+    training, layout = policy.config.training, policy.layout
+    plans = plan_batch(
+        header,
+        mini_batch=training.mini_batch,
+        data_ranks=layout.data,
+        micro_batch_tokens=training.micro_batch_tokens,
+    )
+    batch = build_batch(header, plans, tokens, data_rank=layout.data_rank, device=torch.device("cpu"))
+    batch.set_advantages(group_advantages(torch.from_numpy(header.rewards), torch.from_numpy(header.groups)))
+    return batch

@@ -1,0 +1,39 @@
+"""A world of one rank in the test's own process, and tiny checkpoints made once."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.models import tiny_model
+
+if TYPE_CHECKING:
+    from dapo_megatron.trainer.parallel import Layout
+
+
+@pytest.fixture(scope="module")
+def layout() -> "Iterator[Layout]":
+    """Megatron's process groups for a single rank, without torchrun."""
+    import torch.distributed as dist
+
+    from dapo_megatron.config.training import ParallelConfig
+    from dapo_megatron.trainer import parallel
+
+    yield parallel.initialize(ParallelConfig.model_validate({}), seed=1, threads=1)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Call it as `tests.models.tiny_model` without a folder; the same arguments give the same folder."""
+    made: dict[tuple[str, bool, int], Path] = {}
+
+    def make(family: str = "qwen2", *, tied: bool = True, vocab: int = 151) -> Path:
+        key = (family, tied, vocab)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{family}-{tied}-{vocab}")
+            made[key] = tiny_model(folder, family, tied=tied, vocab=vocab)
+        return made[key]
+
+    return make
