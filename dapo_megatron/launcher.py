@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun's command line and return the exit code that tells what happened."""
     logging.disable(logging.ERROR)  # torchrun's own accounts of what is said here in a line or less
     try:
-        run.run(run.parse_args(arguments))  # type: ignore[no-untyped-call]
+        run.run(run.parse_args(arguments))
     except ChildFailedError as error:
         return _failed_rank(error)
     except SignalException as error:

@@ -23,7 +23,13 @@ def make_config(model: Path | str, **sections: dict[str, Any]) -> Config:
         "model": {"path": str(model)},
         "data": {"train": {"arithmetic": {}}, "max_prompt_tokens": 24},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 12},
-        "training": {"mini_batch": 16, "micro_batch_tokens": 96, "precision": "fp32", "log_prob_chunk": 7, "threads": 1},
+        "training": {
+            "mini_batch": 16,
+            "micro_batch_tokens": 96,
+            "precision": "fp32",
+            "log_prob_chunk": 7,
+            "threads": 1,
+        },
         "optimizer": {"lr": 1e-3, "warmup_steps": 0},
     }
     for name, values in sections.items():
@@ -65,6 +71,14 @@ def make_batch(
         rollout_log_probs=random.normal(-2, 1, int(lengths.sum())).astype(np.float32),
     )
     return header, block
+
+
+def rows_of(tokens: TokenBlock) -> dict[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+    """Prompt tokens, response tokens and rollout log-probs of each response."""
+    prompts = np.split(tokens.prompt_tokens, np.cumsum(tokens.prompt_lengths)[:-1])
+    ends = np.cumsum(tokens.response_lengths)[:-1]
+    responses, log_probs = np.split(tokens.response_tokens, ends), np.split(tokens.rollout_log_probs, ends)
+    return {int(r): (prompts[i], responses[i], log_probs[i]) for i, r in enumerate(tokens.responses)}
 
 
 def _cuts(random: np.random.Generator, total: int, lengths: list[int]) -> list[tuple[int, int]]:

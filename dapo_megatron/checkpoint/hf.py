@@ -27,9 +27,10 @@ class HFReader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._files: dict[str, safe_open] = {}
+        self._file_of: dict[str, str]
         index = self.folder / INDEX
         if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of = _weight_map(index)
         elif (self.folder / SINGLE).exists():
             self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         else:
@@ -43,23 +44,37 @@ class HFReader:
                 raise UserError(f"model.path: {self.folder / file} cannot be read: {error}") from None
         return self._files[file]
 
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return sorted(self._file_of)
-
     def __call__(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         """The tensor `name`, or its stretch [start, stop) along `dim` 0 or 1, contiguous, in the dtype of the file.
 
         Raises:
             UserError: if the checkpoint has no such tensor, or its file is missing or damaged.
         """
+        whole = self._holder(name).get_slice(name)
+        stretch: Tensor = whole[:, start:stop] if dim == 1 else whole[start:stop] if dim == 0 else whole[:]
+        return stretch.contiguous()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor. Raises as reading it does."""
+        return tuple(self._holder(name).get_slice(name).get_shape())
+
+    def _holder(self, name: str) -> safe_open:
+        """The open file that holds a tensor."""
         if name not in self._file_of:
             raise UserError(f"model.path: {self.folder} has no tensor {name}")
         file = self._open(self._file_of[name])
-        if dim is None:
-            return file.get_tensor(name)
-        part = file.get_slice(name)
-        return part[start:stop] if dim == 0 else part[:, start:stop].contiguous()
+        if name not in file.keys():  # noqa: SIM118  (it is no dict)
+            raise UserError(f"model.path: {self.folder / self._file_of[name]} lacks {name}, which {INDEX} places there")
+        return file
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which tensor."""
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.path: {index} is not an index of safetensors files: {error!r}") from None
+    return weight_map
 
 
 def write_hf(

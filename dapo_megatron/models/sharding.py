@@ -14,9 +14,13 @@ from torch import Tensor
 
 
 class Reader(Protocol):
-    """Reads a stretch of a named tensor: `dim` None is the whole tensor."""
+    """Reads named tensors of a checkpoint, whole or in part."""
 
-    def __call__(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor: ...
+    def __call__(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
+        """The tensor, or its stretch [start, stop) along `dim`."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
 
 
 class ShardRule(ABC):
@@ -40,9 +44,11 @@ class Replicated(ShardRule):
     tensor_parallel = False
 
     def load(self, read: Reader, names: Sequence[str], rank: int, size: int) -> Tensor:
+        """The whole tensor."""
         return read(names[0])
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The tensor of the first shard."""
         return [shards[0]]
 
 
@@ -57,6 +63,7 @@ class Split(ShardRule):
     length: int
 
     def load(self, read: Reader, names: Sequence[str], rank: int, size: int) -> Tensor:
+        """[length / size, ...] or [..., length / size], rounded up."""
         part = -(-self.length // size)
         start, stop = min(rank * part, self.length), min((rank + 1) * part, self.length)
         shard = read(names[0], self.dim, start, stop)
@@ -68,6 +75,7 @@ class Split(ShardRule):
         return shard
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensor, without padding."""
         whole = shards[0] if len(shards) == 1 else torch.cat(list(shards), self.dim)
         return [whole.narrow(self.dim, 0, self.length)]
 
@@ -89,6 +97,7 @@ class FusedQKV(ShardRule):
         return self.num_heads // self.num_kv_heads * self.head_dim, self.head_dim, self.head_dim
 
     def load(self, read: Reader, names: Sequence[str], rank: int, size: int) -> Tensor:
+        """This rank's query groups: [(heads + 2 KV heads) / size x head_dim, hidden], without `hidden` for a bias."""
         groups = self.num_kv_heads // size
         parts = []
         for name, rows in zip(names, self._rows, strict=True):
@@ -97,6 +106,7 @@ class FusedQKV(ShardRule):
         return torch.cat(parts, 1).flatten(0, 1)
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """q, k and v."""
         whole = torch.cat(list(shards), 0).unflatten(0, (self.num_kv_heads, sum(self._rows)))
         return [part.flatten(0, 1) for part in whole.split(self._rows, 1)]
 
@@ -108,9 +118,11 @@ class GateUp(ShardRule):
     ffn_size: int
 
     def load(self, read: Reader, names: Sequence[str], rank: int, size: int) -> Tensor:
+        """[2 x ffn_size / size, hidden]."""
         part = self.ffn_size // size
         return torch.cat([read(name, 0, rank * part, (rank + 1) * part) for name in names], 0)
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """gate_proj and up_proj."""
         halves = [shard.chunk(2, 0) for shard in shards]
         return [torch.cat([half[i] for half in halves], 0) for i in range(2)]

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.run_state.store import latest_state, publish, read_run, state_path, verify
+from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer.optimizer import inner_optimizers
-from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
+from dapo_megatron.trainer.ranks import on_rank_zero
+
+write_in_process()
 
 # Adam states as they lie in the buffers: no gathering at a save. Loads at the same tensor and pipeline size.
 _SHARDING = "dp_reshardable"
@@ -42,20 +46,17 @@ class RunState:
         """Continue from the newest saved state, if there is one. A collective.
 
         Raises:
-            UserError: if the state is damaged, or was saved in another layout or for another model.
+            UserError: if the state is damaged, or was saved in another layout or precision or for another model.
         """
         state = latest_state(self.config.run.dir)
         if state is None:
             return False
         run = read_run(state)
-        if run["layout"] != _layout_of(self.policy.layout):
-            raise UserError(
-                f"run.resume: {state} was saved with the layout {run['layout']}, "
-                f"this run has {_layout_of(self.policy.layout)}"
-            )
-        if self.policy.layout.rank == 0:
-            verify(state)
-        dist.barrier()
+        for key, ours in _identity(self.policy).items():
+            if run[key] != ours:
+                saved, here = _differing(run[key], ours), _differing(ours, run[key])
+                raise UserError(f"run.resume: {state} was saved with the {key} {saved}, this run has {here}")
+        on_rank_zero(lambda: verify(state))
         loaded = dist_checkpointing.load(self._sharded(loading=True), str(state))
         self.policy.model.load_state_dict(loaded["model"])
         self.policy.optimizer.load_state_dict(loaded["optimizer"])
@@ -90,7 +91,7 @@ class RunState:
                 "step": self.step,
                 "version": self.version,
                 "cursor": self.cursor,
-                "layout": _layout_of(self.policy.layout),
+                **_identity(self.policy),
             }
             publish(incomplete, state, run, self.config.run.keep)
         dist.barrier()
@@ -130,8 +131,18 @@ def load_latest(config: Config, policy: Policy) -> RunState:
     return state
 
 
-def _layout_of(layout: Layout) -> dict[str, int]:
-    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+def _identity(policy: Policy) -> dict[str, dict[str, Any]]:
+    """What a state and the run that continues from it must have in common."""
+    layout = policy.layout
+    return {
+        "layout": {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
+        "precision": {"training.precision": policy.config.training.precision},
+        "model": asdict(policy.arch),
+    }
+
+
+def _differing(values: dict[str, Any], others: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items() if value != others.get(key))
 
 
 def _ensure_adam_state(policy: Policy) -> None:
@@ -161,5 +172,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tensor_parallel"])
-
-

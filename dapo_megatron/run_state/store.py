@@ -1,8 +1,8 @@
 """Where saved states lie on disk. No torch: the command line asks it before any process starts.
 
-    run_dir/state/latest                 name of the newest complete state, one line
-    run_dir/state/step_000010/           one state: Megatron's distributed checkpoint, run.json, manifest.json
-    run_dir/state/*.incomplete           a save that did not finish; ignored and removed by the next one
+run_dir/state/latest                 name of the newest complete state, one line
+run_dir/state/step_000010/           one state: Megatron's distributed checkpoint, run.json, manifest.json
+run_dir/state/*.incomplete           a save that did not finish; ignored and removed by the next one
 """
 
 import hashlib
@@ -41,23 +41,28 @@ def latest_state(run_dir: str | Path) -> Path | None:
         return None
     state = state_dir(run_dir) / pointer.read_text().strip()
     if not (state / MANIFEST).exists():
-        raise UserError(f"{pointer} names {state.name}, which is missing or incomplete; write another state's name in it")
+        raise UserError(
+            f"{pointer} names {state.name}, which is missing or incomplete; write another state's name in it"
+        )
     return state
 
 
 def read_run(state: Path) -> dict[str, Any]:
-    """The run's own part of a state: step, weight version, cursor, layout."""
-    loaded: dict[str, Any] = json.loads((state / RUN).read_text())
-    return loaded
+    """The run's own part of a state: step, weight version, cursor, layout, model.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    return _read_json(state, RUN)
 
 
 def verify(state: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        UserError: naming the first file that is missing or differs.
+        UserError: naming the first file that is missing, differs or cannot be read.
     """
-    manifest = json.loads((state / MANIFEST).read_text())
+    manifest = _read_json(state, MANIFEST)
     for name, expected in manifest.items():
         path = state / name
         if not path.exists():
@@ -67,7 +72,15 @@ def verify(state: Path) -> None:
 
 
 def publish(incomplete: Path, state: Path, run: dict[str, Any], keep: int) -> None:
-    """Make a fully written folder the newest state: manifest, fsync, rename, `latest`, then old ones go."""
+    """Make a fully written folder the newest state: manifest, fsync, rename, `latest`, then older ones go.
+
+    Args:
+        incomplete: the folder, without `run.json` and manifest.
+        state: where it goes; a state that is there is replaced.
+        run: what `read_run` is to return.
+        keep: how many states may stay, this one included. Those of later steps (the run went on from an older
+            state than its last) are not counted and not touched.
+    """
     (incomplete / RUN).write_text(json.dumps(run, indent=1) + "\n")
     manifest = {
         str(path.relative_to(incomplete)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -80,8 +93,17 @@ def publish(incomplete: Path, state: Path, run: dict[str, Any], keep: int) -> No
     incomplete.rename(state)
     fsync(state.parent)
     write_atomically(state.parent / "latest", (state.name + "\n").encode())
-    for old in sorted(state.parent.glob("step_??????"))[:-keep]:
+    up_to_now = sorted(path for path in state.parent.glob("step_??????") if path.name <= state.name)
+    for old in up_to_now[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _read_json(state: Path, name: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((state / name).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"saved state {state} is damaged: {name} cannot be read: {error}") from None
+    return content
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -5,6 +5,7 @@ A push is: start_weight_update, update_weights (all buckets, one broadcast each)
 kept until it is complete, then processed and copied into the live storage.
 """
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             # On a CPU the output matrix is packed for oneDNN when it is loaded. A tied one is never
             # loaded itself, so its packed copy would silently keep the old embedding.
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+        if current_platform.is_cpu():
+            # The C library keeps what the reload freed; trainer ranks on the same machine need it.
+            ctypes.CDLL(None).malloc_trim(0)
 
     def shutdown(self) -> None:
         """Leaves the transfer group."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -36,7 +35,7 @@ class AttentionBlock:
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """What the model's layers need to know of a packed batch. Sequences are sorted by length.
 
     `qkv_format` stays "sbhd", so that megatron's attention leaves q, k, v as [T, 1, heads, dim] and applies the
@@ -95,7 +94,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     batch, heads, length, dim = query.shape
     groups = key.shape[1]
     if length > MAX_EXPLICIT_LENGTH:
-        return F.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=heads != groups
         )
     grouped = query.reshape(batch, groups, -1, dim)  # the query heads of a group, one after the other
@@ -103,13 +102,16 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     scores = scores.unflatten(2, (-1, length)) * (dim**-0.5 if scale is None else scale)
     future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(value.dtype)
-    return (weights.flatten(2, 3) @ value).view(batch, heads, length, dim)
+    attended: Tensor = weights.flatten(2, 3) @ value
+    return attended.view(batch, heads, length, dim)
 
 
 class PackedCoreAttention(torch.nn.Module):
     """Causal grouped-query attention within each packed sequence."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
 
@@ -144,11 +146,9 @@ class PackedCoreAttention(torch.nn.Module):
     def _pick(x: Tensor, block: AttentionBlock) -> Tensor:
         """[T, heads, dim] -> the block's [B, heads, L, dim]."""
         batch, length = block.index.shape
-        if block.valid is None:
-            picked = x[block.start : block.stop]
-        else:
-            picked = x.index_select(0, block.index.flatten())
-        return picked.unflatten(0, (batch, length)).transpose(1, 2)
+        unpadded = block.valid is None  # then the block is one stretch of the batch, and needs no copy
+        picked = x[block.start : block.stop] if unpadded else x.index_select(0, block.index.flatten())
+        return picked.view(batch, length, *x.shape[1:]).transpose(1, 2)
 
 
 class PackedRotary(torch.nn.Module):

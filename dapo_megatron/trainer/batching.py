@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dapo_megatron.errors import UserError
 from dapo_megatron.trainer.attention import PackedSequences, pack
 from dapo_megatron.trainer.build import Targets
 from dapo_megatron.types import BatchHeader, Int32, TokenBlock
@@ -26,7 +27,9 @@ class MiniBatchPlan:
     micro_batches: list[list[list[int]]]
 
 
-def plan_batch(header: BatchHeader, *, mini_batch: int, data_ranks: int, micro_batch_tokens: int) -> list[MiniBatchPlan]:
+def plan_batch(
+    header: BatchHeader, *, mini_batch: int, data_ranks: int, micro_batch_tokens: int
+) -> list[MiniBatchPlan]:
     """Cut a batch into mini-batches of whole groups, and those into micro-batches.
 
     Args:
@@ -34,6 +37,9 @@ def plan_batch(header: BatchHeader, *, mini_batch: int, data_ranks: int, micro_b
         mini_batch: responses per update; ceil(R / mini_batch) updates, their sizes differing by at most a group.
         data_ranks: data-parallel size.
         micro_batch_tokens: most packed tokens of a micro-batch.
+
+    Raises:
+        UserError: if a sequence is longer than a micro-batch may be.
     """
     num_groups = len(header.prompt_lengths)
     updates = -(-header.num_responses // mini_batch)
@@ -46,6 +52,8 @@ def plan_batch(header: BatchHeader, *, mini_batch: int, data_ranks: int, micro_b
 
 def _plan_mini_batch(header: BatchHeader, responses: Int32, data_ranks: int, budget: int) -> MiniBatchPlan:
     lengths = {int(r): int(header.sequence_lengths[r]) for r in responses if header.response_lengths[r] > 0}
+    if (longest := max(lengths.values(), default=0)) > budget:
+        raise UserError(f"training.micro_batch_tokens ({budget}) must hold the longest sequence, of {longest} tokens")
     costs = {r: n + n * n / QUADRATIC_LENGTH for r, n in lengths.items()}
     shares = _balance(sorted(lengths), costs, data_ranks)
     count = max(1, *(-(-sum(lengths[r] for r in share) // budget) for share in shares))
@@ -138,8 +146,10 @@ def build_batch(
     rows = {int(r): (prompts[i], responses[i], log_probs[i]) for i, r in enumerate(tokens.responses)}
     mini_batches = []
     for plan in plans:
-        micro = [_pack(sorted(m, key=lambda r: (len(rows[r][0]) + len(rows[r][1]), r)), rows, device)
-                 for m in plan.micro_batches[data_rank]]
+        micro = [
+            _pack(sorted(m, key=lambda r: (len(rows[r][0]) + len(rows[r][1]), r)), rows, device)
+            for m in plan.micro_batches[data_rank]
+        ]
         mini_batches.append(MiniBatch(micro, int(header.response_lengths[plan.responses].sum())))
     return Batch(header, mini_batches)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -35,7 +34,7 @@ class Targets:
     tokens: Tensor
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(GPTModel):  # type: ignore[misc]
     """A GPTModel whose last stage returns log-probs and entropy of target tokens, never whole logits."""
 
     temperature: float
@@ -69,9 +68,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
     """
     heads, kv_heads = arch.num_heads, arch.num_kv_heads
     if heads % parallel.tensor or kv_heads % parallel.tensor or arch.ffn_size % parallel.tensor:
-        possible = [
-            n for n in range(1, kv_heads + 1) if not (heads % n or kv_heads % n or arch.ffn_size % n)
-        ]
+        possible = [n for n in range(1, kv_heads + 1) if not (heads % n or kv_heads % n or arch.ffn_size % n)]
         raise UserError(
             f"parallel.tensor={parallel.tensor} must divide the model's {heads} attention heads, {kv_heads} key/value "
             f"heads and MLP width {arch.ffn_size}; possible sizes are {', '.join(map(str, possible))}"
@@ -92,7 +89,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, training: T
         ffn_hidden_size=arch.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        activation_func=F.silu,
+        activation_func=torch.nn.functional.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
@@ -137,7 +134,8 @@ def build_model(
     )
     model.rotary_pos_emb = PackedRotary(arch.head_dim, arch.rope_theta)
     model.arch, model.temperature, model.log_prob_chunk = arch, temperature, training.log_prob_chunk
-    return model.to(device=device.current_device(), dtype=DTYPES[training.precision])
+    model.to(device=device.current_device(), dtype=DTYPES[training.precision])
+    return model
 
 
 def local_rows(model: PolicyModel) -> Iterator[tuple[str, Parameter]]:
@@ -173,17 +171,17 @@ def load_weights(model: PolicyModel, read: Reader) -> dict[str, Tensor]:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
+    shapes = hf_shapes(model.arch)
     shards: dict[str, Tensor] = {}
     for name, row in local_rows(model):
-        parameter = parameters.pop(name)
-        shard = row.rule.load(read, row.hf_names, rank, size)
-        if shard.shape != parameter.shape:
-            raise UserError(
-                f"model.path: {' + '.join(row.hf_names)} gives a shard of shape {tuple(shard.shape)}, "
-                f"but config.json asks for {tuple(parameter.shape)}"
-            )
-        parameter.copy_(shard)
-        shards[name] = shard
+        for hf_name in row.hf_names:  # stretches of a tensor that is too large would fit
+            if read.shape(hf_name) != shapes[hf_name]:
+                raise UserError(
+                    f"model.path: {hf_name} has the shape {read.shape(hf_name)}, "
+                    f"but config.json asks for {shapes[hf_name]}"
+                )
+        shards[name] = row.rule.load(read, row.hf_names, rank, size)
+        parameters.pop(name).copy_(shards[name])
     if parameters:
         raise RuntimeError(f"no row of the parameter table fills {sorted(parameters)}")
     return shards

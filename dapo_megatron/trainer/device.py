@@ -8,6 +8,7 @@ loaded later (transformers, for one) build wrong tables when its factories are r
 """
 
 import contextlib
+import ctypes
 import importlib
 import types
 import warnings
@@ -67,6 +68,16 @@ def set_device(local_rank: int, threads: int) -> None:
         torch.cuda.set_device(local_rank)
     else:
         torch.set_num_threads(threads)
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system.
+
+    On a CPU activations are freed to the C library, which keeps them: the servers on the same machine could not use
+    them while this process waits, and pieces of changing size would let the process grow step by step.
+    """
+    if not has_cuda():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def model_config_overrides() -> dict[str, Any]:

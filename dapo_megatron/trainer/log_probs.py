@@ -37,7 +37,9 @@ def token_log_probs(
     """
     if group.size() > 1:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, tokens, vocab_size, temperature, chunk, group)
+    log_probs, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, tokens, vocab_size, temperature, chunk, group
+    )
     return log_probs, entropy
 
 

@@ -49,7 +49,8 @@ def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) 
         if "RANK" in os.environ:
             dist.init_process_group(device.backend(), timeout=COLLECTIVE_TIMEOUT)
         else:
-            dist.init_process_group(device.backend(), rank=0, world_size=1, store=dist.HashStore())
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(device.backend(), rank=0, world_size=1, store=store)
     model_ranks = parallel.tensor * parallel.pipeline
     if dist.get_world_size() % model_ranks:
         raise UserError(

@@ -53,9 +53,7 @@ class Policy:
     def __init__(self, config: Config, layout: Layout, checkpoint: str | None = None) -> None:
         path = checkpoint or config.model.path
         self.config, self.layout, self.arch = config, layout, architecture_of(path)
-        self.model = build_model(
-            self.arch, config.parallel, config.training, temperature=config.rollout.temperature
-        )
+        self.model = build_model(self.arch, config.parallel, config.training, temperature=config.rollout.temperature)
         masters = load_weights(self.model, HFReader(path))
         self.ddp = wrap_data_parallel(self.model)
         self.optimizer = build_optimizer(self.ddp, config.optimizer, masters)
@@ -92,6 +90,7 @@ class Policy:
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded:
             raise RuntimeError("the optimizer step was skipped: gradients are not finite")
+        device.release_memory()
         return metrics | {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
 
     def gradients(self, mini_batch: MiniBatch, *, force_all_reduce: bool = False) -> Metrics:
@@ -103,18 +102,14 @@ class Policy:
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        stored = self._run(
-            mini_batch.micro_batches, self._loss, forward_only=False, force_all_reduce=force_all_reduce
-        )
+        stored = self._run(mini_batch.micro_batches, self._loss, forward_only=False, force_all_reduce=force_all_reduce)
         return self._reduce(stored, mini_batch.num_tokens)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of all weights; a collective over the ranks of one model replica."""
         return export_weights(self.model)
 
-    def _run(
-        self, micro_batches: list[MicroBatch], loss: Callable[..., Any], **options: Any
-    ) -> list[Any]:
+    def _run(self, micro_batches: list[MicroBatch], loss: Callable[..., Any], **options: Any) -> list[Any]:
         """Megatron's schedule over the micro-batches; what `loss` stored, on the last pipeline stage."""
 
         def forward(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:

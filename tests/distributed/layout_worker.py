@@ -16,6 +16,7 @@ from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response
 from tests.batches import load_batch, make_config, old_log_probs
 
+
 def compute_in_fp64(policy: Policy) -> None:
     """Forward and backward passes in fp64; the main gradients stay fp32.
 
@@ -37,10 +38,14 @@ def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, float], dict[s
     own = policy.log_probs(batch)
     every = gather_by_response(batch.micro_batches(), own)
     old = old_log_probs(batch.header, every)
-    batch.set_old_log_probs([
-        torch.cat([old[r] for r in dict.fromkeys(micro.responses.tolist())]) if len(micro.responses) else torch.empty(0)
-        for micro in batch.micro_batches()
-    ])
+    batch.set_old_log_probs(
+        [
+            torch.cat([old[r] for r in dict.fromkeys(micro.responses.tolist())])
+            if len(micro.responses)
+            else torch.empty(0)
+            for micro in batch.micro_batches()
+        ]
+    )
     (mini_batch,) = batch.mini_batches()
     metrics = policy.gradients(mini_batch, force_all_reduce=True)
     results = {f"log_probs/{r}": values for r, values in every.items()}
@@ -73,7 +78,12 @@ def main() -> None:
                 save_file(results, reference)
             errors = dict(compare(results, load_file(reference)))
             worst = max(errors, key=errors.__getitem__)
-            outcome[case["name"]] = {"metrics": metrics, "worst": worst, "error": errors[worst], "compared": len(errors)}
+            outcome[case["name"]] = {
+                "metrics": metrics,
+                "worst": worst,
+                "error": errors[worst],
+                "compared": len(errors),
+            }
         dist.barrier()
     if dist.get_rank() == 0:
         Path(job["result"]).write_text(json.dumps(outcome))

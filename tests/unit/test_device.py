@@ -26,6 +26,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 
 from dapo_megatron.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer import device
 from dapo_megatron.trainer.build import PolicyModel, build_model
 from dapo_megatron.trainer.optimizer import build_optimizer, wrap_data_parallel
@@ -132,11 +133,10 @@ def norm_of_list(_: Path) -> None:
 
 
 def save(folder: Path) -> None:
+    write_in_process()
     state = {"x": ShardedTensor.from_rank_offsets("x", torch.arange(3.0))}
     dist_checkpointing.save(state, str(folder))
-    loaded = dist_checkpointing.load(
-        {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(3))}, str(folder)
-    )
+    loaded = dist_checkpointing.load({"x": ShardedTensor.from_rank_offsets("x", torch.zeros(3))}, str(folder))
     assert loaded["x"].tolist() == [0.0, 1.0, 2.0]
 
 
@@ -202,7 +202,9 @@ def test_nothing_else_is_replaced() -> None:
 def test_random_state_is_restored_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """megatron's own function queues the call for a CUDA start that never comes."""
     module = importlib.import_module("megatron.core.tensor_parallel.random")
-    monkeypatch.setattr(module, "_set_cuda_rng_state", original("megatron.core.tensor_parallel.random", "_set_cuda_rng_state"))
+    monkeypatch.setattr(
+        module, "_set_cuda_rng_state", original("megatron.core.tensor_parallel.random", "_set_cuda_rng_state")
+    )
     with pytest.raises(AssertionError):
         track_random_state(tmp_path)
 
@@ -274,9 +276,7 @@ def test_import_is_idempotent() -> None:
 
 def in_fresh_interpreter(script: str) -> str:
     """stdout and stderr of a script, which must succeed."""
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY, timeout=100
-    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY, timeout=100)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 
@@ -319,6 +319,7 @@ import torch
 torch.cuda.is_available = lambda: True  # what a machine with CUDA answers
 torch.cuda.current_device = lambda: 0
 import importlib, inspect
+from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer import device
 device.import_megatron()
 for name in device.PATCHED_MODULES:

@@ -1,0 +1,172 @@
+"""Attention over packed sequences, rotary angles and norms."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dapo_megatron.trainer.attention import (
+    MAX_EXPLICIT_LENGTH,
+    MAX_PADDING,
+    PackedCoreAttention,
+    PackedRotary,
+    RMSNorm,
+    causal_attention,
+    pack,
+)
+
+CPU = torch.device("cpu")
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """One head, one query at a time, [heads, L, dim]: q attends to the keys up to its own place."""
+    heads, length, dim = query.shape
+    share = heads // key.shape[0]
+    rows = [
+        (query[h, i] @ key[h // share, : i + 1].T * scale).softmax(-1) @ value[h // share, : i + 1]
+        for h in range(heads)
+        for i in range(length)
+    ]
+    return torch.stack(rows).view(heads, length, dim)
+
+
+def random_qkv(batch: int, heads: int, kv_heads: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(batch, h, length, 4) for h in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("length", [1, 2, MAX_EXPLICIT_LENGTH, MAX_EXPLICIT_LENGTH + 1])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_causal_attention_forward_and_backward(length: int, heads: int, kv_heads: int, scale: float | None) -> None:
+    inputs = random_qkv(2, heads, kv_heads, length, torch.float64)
+    expected = torch.stack([naive(*(x[b] for x in inputs), scale=scale or 0.5) for b in range(2)])  # 1 / sqrt(4)
+    found = causal_attention(*inputs, scale=scale)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    for ours, reference in zip(
+        torch.autograd.grad((found * weights).sum(), inputs),
+        torch.autograd.grad((expected * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, reference)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_explicit_attention_equals_the_fused_kernel(dtype: torch.dtype, tolerance: float) -> None:
+    query, key, value = random_qkv(2, 6, 2, MAX_EXPLICIT_LENGTH, dtype)
+    fused = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    found = causal_attention(query, key, value)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, fused, atol=tolerance, rtol=tolerance)
+
+
+def test_pack_places_sequences_one_after_the_other() -> None:
+    packed = pack([2, 2, 3, 9], CPU)
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 2, 4, 7, 16]
+    assert packed.cu_seqlens_q.dtype == torch.int32
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 9
+    assert packed.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, *range(9)]
+    short, long = packed.blocks
+    assert (short.start, short.stop) == (0, 7)
+    assert short.index.tolist() == [[0, 1, 1], [2, 3, 3], [4, 5, 6]]  # padding repeats the last token
+    assert short.valid is not None
+    assert short.valid.tolist() == [0, 1, 3, 4, 6, 7, 8]
+    assert (long.start, long.stop, long.valid) == (7, 16, None)
+    assert long.index.tolist() == [list(range(7, 16))]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_blocks_cover_the_packed_batch_within_the_padding_limit(lengths: list[int]) -> None:
+    lengths = sorted(lengths)
+    packed = pack(lengths, CPU)
+    covered = []
+    for block in packed.blocks:
+        flat = block.index.flatten()
+        real = flat if block.valid is None else flat[block.valid]
+        assert real.tolist() == list(range(block.start, block.stop))
+        assert 1 - len(real) / len(flat) <= MAX_PADDING
+        covered += real.tolist()
+    assert covered == list(range(sum(lengths)))
+
+
+def test_equal_lengths_share_one_block() -> None:
+    assert len(pack([7] * 5, CPU).blocks) == 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.sampled_from([None, 0.7]))
+def test_packed_attention_equals_attention_per_sequence(lengths: list[int], scale: float | None) -> None:
+    lengths = sorted(lengths)
+    total, heads, kv_heads, dim = sum(lengths), 4, 2, 4
+    generator = torch.Generator().manual_seed(total)
+    query, key, value = (
+        torch.randn(total, 1, h, dim, generator=generator, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)
+    )
+    attention = PackedCoreAttention(SimpleNamespace(), softmax_scale=scale)
+    found = attention(query, key, value, packed_seq_params=pack(lengths, CPU))
+    assert found.shape == (total, 1, heads * dim)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        expected = naive(*(x[part, 0].transpose(0, 1) for x in (query, key, value)), scale=scale or dim**-0.5)
+        torch.testing.assert_close(found[part, 0], expected.transpose(0, 1).flatten(1))
+        start += length
+
+
+def test_packed_attention_gives_padding_no_gradient() -> None:
+    lengths = [3, 4]
+    inputs = [torch.randn(7, 1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    packed = PackedCoreAttention(SimpleNamespace())(*inputs, packed_seq_params=pack(lengths, CPU))
+    separate = torch.cat(
+        [
+            PackedCoreAttention(SimpleNamespace())(*(x[part] for x in inputs), packed_seq_params=pack([length], CPU))
+            for part, length in ((slice(0, 3), 3), (slice(3, 7), 4))
+        ]
+    )
+    weights = torch.randn(packed.shape, dtype=torch.float64)
+    for ours, reference in zip(
+        torch.autograd.grad((packed * weights).sum(), inputs),
+        torch.autograd.grad((separate * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_rotary_angles_equal_those_of_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_theta=5e5, max_position_embeddings=4096)
+    positions = torch.tensor([0, 1, 2, 0, 1, 4000])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    rotary = PackedRotary(16, 5e5)
+    angles = rotary(rotary.get_rotary_seq_len(None, None, None, None, SimpleNamespace(positions=positions)))
+    assert angles.shape == (6, 1, 1, 16)
+    torch.testing.assert_close(angles.cos()[:, 0, 0], cos[0])
+    torch.testing.assert_close(angles.sin()[:, 0, 0], sin[0])
+
+
+def test_bfloat16_does_not_round_the_frequencies() -> None:
+    module = torch.nn.Sequential(PackedRotary(16, 1e4)).bfloat16()
+    (rotary,) = module
+    assert rotary.inverse_frequency.dtype == torch.float32
+    exact = 1e4 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    torch.testing.assert_close(rotary.inverse_frequency.double(), exact, rtol=1e-6, atol=0)
+    assert rotary(torch.tensor([257])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_rms_norm(sequence_parallel: bool) -> None:
+    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=sequence_parallel)
+    norm = RMSNorm(config, 8, eps=1e-2)
+    x = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        norm.weight.copy_(torch.arange(8.0))
+    torch.testing.assert_close(norm(x), x / (x.square().mean() + 1e-2).sqrt() * torch.arange(8.0))
+    assert norm.weight.sequence_parallel is sequence_parallel

@@ -1,0 +1,314 @@
+"""Saved states on disk, and a run that continues from one as if it had never stopped."""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import dapo_megatron.trainer  # noqa: F401  (adapts megatron-core before it is imported below)
+
+# isort: split
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dapo_megatron.config.run import Config
+from dapo_megatron.errors import UserError
+from dapo_megatron.files import write_atomically
+from dapo_megatron.run_state.checkpoint import RunState, load_latest
+from dapo_megatron.run_state.store import latest_state, publish, read_run, state_dir, state_path, verify
+from dapo_megatron.trainer.optimizer import inner_optimizers
+from dapo_megatron.trainer.parallel import Layout
+from dapo_megatron.trainer.policy import Policy
+from tests.batches import load_batch, make_config
+
+
+def publish_step(run_dir: Path, step: int, keep: int = 10) -> Path:
+    """A state of two files."""
+    state = state_path(run_dir, step)
+    incomplete = state.with_name(state.name + ".incomplete")
+    (incomplete / "inner").mkdir(parents=True)
+    (incomplete / "weights").write_bytes(bytes(1000))
+    (incomplete / "inner" / "more").write_text(str(step))
+    publish(incomplete, state, {"step": step}, keep)
+    return state
+
+
+def steps_kept(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in state_dir(run_dir).iterdir())
+
+
+def test_published_state_is_the_latest(tmp_path: Path) -> None:
+    assert latest_state(tmp_path) is None
+    for step in (1, 2):
+        state = publish_step(tmp_path, step)
+        assert latest_state(tmp_path) == state
+        assert read_run(state) == {"step": step}
+        verify(state)
+    assert steps_kept(tmp_path) == ["latest", "step_000001", "step_000002"]
+
+
+def test_older_states_are_deleted(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 1_000):
+        publish_step(tmp_path, step, keep=2)
+    assert steps_kept(tmp_path) == ["latest", "step_000006", "step_001000"]
+
+
+def test_going_back_to_an_older_state_never_deletes_the_new_one(tmp_path: Path) -> None:
+    for step in (3, 6):
+        publish_step(tmp_path, step)
+    (state_dir(tmp_path) / "latest").write_text("step_000003\n")
+    state = publish_step(tmp_path, 4, keep=1)
+    assert latest_state(tmp_path) == state
+    verify(state)
+    assert steps_kept(tmp_path) == ["latest", "step_000004", "step_000006"]
+
+
+def test_state_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    state = publish_step(tmp_path, 1)
+    (state / "stale").write_text("")
+    publish_step(tmp_path, 1)
+    verify(state)
+    assert not (state / "stale").exists()
+
+
+@pytest.mark.parametrize("name", ["weights", "inner/more", "run.json"])
+def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    state = publish_step(tmp_path, 1)
+    (state / name).unlink()
+    with pytest.raises(UserError, match=f"damaged: {name} is missing"):
+        verify(state)
+
+
+@pytest.mark.parametrize("content", [bytes(999), bytes(999) + b"\1", bytes(1001)])
+def test_changed_file_is_named(tmp_path: Path, content: bytes) -> None:
+    state = publish_step(tmp_path, 1)
+    (state / "weights").write_bytes(content)
+    with pytest.raises(UserError, match="damaged: weights differs from its checksum"):
+        verify(state)
+
+
+@pytest.mark.parametrize(("name", "read"), [("run.json", read_run), ("manifest.json", verify)])
+def test_half_written_json_is_named(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
+    state = publish_step(tmp_path, 1)
+    (state / name).write_text('{"step"')
+    with pytest.raises(UserError, match=f"damaged: {name} cannot be read"):
+        read(state)
+
+
+@pytest.mark.parametrize("pointer", ["step_000009", ""])
+def test_latest_that_names_nothing(tmp_path: Path, pointer: str) -> None:
+    publish_step(tmp_path, 1)
+    (state_dir(tmp_path) / "latest").write_text(pointer)
+    with pytest.raises(UserError, match="missing or incomplete"):
+        latest_state(tmp_path)
+
+
+def test_save_that_did_not_finish_is_ignored(tmp_path: Path) -> None:
+    state = publish_step(tmp_path, 1)
+    (state_dir(tmp_path) / "step_000002.incomplete").mkdir()
+    assert latest_state(tmp_path) == state
+
+
+def test_atomic_write_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in (b"longer than", b"the next"):
+        write_atomically(path, content)
+        assert path.read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def config(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
+    """A config whose run lies in the test's folder; arguments are sections."""
+
+    def make(family: str = "qwen2", **sections: dict[str, Any]) -> Config:
+        run = {"dir": str(tmp_path), "save_every": 2} | sections.pop("run", {})
+        optimizer = {"lr": 1e-3, "warmup_steps": 10} | sections.pop("optimizer", {})
+        return make_config(checkpoint(family), run=run, optimizer=optimizer, **sections)
+
+    return make
+
+
+def train(policy: Policy, state: RunState, steps: int) -> None:
+    """Steps on batches that depend on the step alone, as given rollouts would."""
+    for _ in range(steps):
+        batch = load_batch(policy, seed=state.step)
+        batch.set_old_log_probs(policy.log_probs(batch))
+        policy.start_step()
+        for mini_batch in batch.mini_batches():
+            policy.update(mini_batch)
+        state.finish_step({"position": state.step + 1}, state.version + 1)
+
+
+def tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Everything that an update reads or changes."""
+    yield from policy.model.named_parameters()
+    for inner in inner_optimizers(policy.optimizer):
+        for group in inner.param_groups:
+            yield "learning rate", torch.tensor(group["lr"])
+            for i, parameter in enumerate(group["params"]):
+                yield f"master {i}", parameter
+                for name, value in inner.state[parameter].items():
+                    yield f"{name} {i}", value
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resumed_run_ends_bit_equal(layout: Layout, config: Make, precision: str) -> None:
+    settings = config(training={"precision": precision, "mini_batch": 8})  # two updates a step
+    policy = Policy(settings, layout)
+    state = RunState(settings, policy)
+    train(policy, state, 2)  # saved after the second step
+    train(policy, state, 1)
+
+    resumed = Policy(settings, layout)
+    continued = load_latest(settings, resumed)
+    assert (continued.step, continued.version, continued.cursor) == (2, 2, {"position": 2})
+    train(resumed, continued, 1)
+
+    expected, found = dict(tensors(policy)), dict(tensors(resumed))
+    assert found.keys() == expected.keys()
+    assert {"exp_avg 0", "exp_avg_sq 0", "step 0", "master 0"} <= expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    assert float(expected["learning rate"]) == pytest.approx(3e-4)
+
+
+def test_random_state_is_restored(layout: Layout, config: Make) -> None:
+    settings = config()
+    state = RunState(settings, Policy(settings, layout))
+    state.step = 1
+    state.save()
+
+    def draw() -> tuple[Any, ...]:
+        with get_cuda_rng_tracker().fork():
+            tracked = torch.rand(2).tolist()
+        return random.random(), np.random.rand(), torch.rand(2).tolist(), tracked
+
+    expected = draw()
+    assert draw() != expected
+    RunState(settings, Policy(settings, layout)).restore()
+    assert draw() == expected
+
+
+def test_state_of_a_run_that_took_no_step_yet(layout: Layout, config: Make) -> None:
+    """Without Adam's moments it could be neither saved nor loaded."""
+    settings = config()
+    state = RunState(settings, Policy(settings, layout))
+    state.finish_step({}, 0)
+    state.save()
+    policy = Policy(settings, layout)
+    assert load_latest(settings, policy).step == 1
+    assert not any(value.any() for name, value in tensors(policy) if name.startswith("exp_avg"))
+
+
+def test_saves_are_due_every_second_step(layout: Layout, config: Make, tmp_path: Path) -> None:
+    settings = config(run={"keep": 1})
+    state = RunState(settings, Policy(settings, layout))
+    (state_dir(tmp_path) / "step_000001.incomplete").mkdir(parents=True)
+    seen = []
+    for _ in range(5):
+        state.finish_step({}, 1)
+        seen.append(steps_kept(tmp_path))
+    assert [names[-1] for names in seen[1:]] == ["step_000002", "step_000002", "step_000004", "step_000004"]
+    state.save()
+    assert steps_kept(tmp_path) == ["latest", "step_000005"]
+
+
+def test_saving_starts_no_process(layout: Layout, config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forking a process that has threads can hang for ever, and a helper outlives a killed trainer."""
+    before = psutil.Process().children()
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    settings = config()
+    state = RunState(settings, Policy(settings, layout))
+    state.step = 1
+    state.save()
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.usefixtures("layout")
+def test_failed_write_is_reported_and_the_next_save_works(tmp_path: Path) -> None:
+    state_dict = {"x": ShardedTensor.from_rank_offsets("x", torch.arange(3.0))}
+    blocked, free = tmp_path / "blocked", tmp_path / "free"
+    (blocked / "__0_0.distcp").mkdir(parents=True)
+    free.mkdir()
+    with pytest.raises(CheckpointException, match="Is a directory"):
+        dist_checkpointing.save(state_dict, str(blocked))
+    dist_checkpointing.save(state_dict, str(free))
+    assert torch.equal(dist_checkpointing.load(state_dict, str(free))["x"], torch.arange(3.0))
+
+
+def test_saving_twice_writes_once(layout: Layout, config: Make) -> None:
+    settings = config()
+    state = RunState(settings, Policy(settings, layout))
+    state.step = 2
+    state.save()
+    saved = latest_state(settings.run.dir)
+    assert saved is not None
+    before = (saved / "manifest.json").stat()
+    state.save()
+    assert (saved / "manifest.json").stat() == before
+
+
+def test_run_without_a_state_starts_fresh(layout: Layout, config: Make) -> None:
+    for resume in ("auto", "never"):
+        settings = config(run={"resume": resume})
+        state = load_latest(settings, Policy(settings, layout))
+        assert (state.step, state.version, state.cursor) == (0, 0, {})
+
+
+@pytest.fixture
+def saved(layout: Layout, config: Make) -> Path:
+    """The folder of a saved state."""
+    settings = config()
+    state = RunState(settings, Policy(settings, layout))
+    state.step = 1
+    state.save()
+    return state_path(settings.run.dir, 1)
+
+
+def test_never_refuses_a_folder_with_a_state(layout: Layout, config: Make, saved: Path) -> None:
+    settings = config(run={"resume": "never"})
+    with pytest.raises(UserError, match=f"run.resume=never, but {saved} holds a saved state"):
+        load_latest(settings, Policy(settings, layout))
+
+
+def test_damaged_state_is_refused(layout: Layout, config: Make, saved: Path) -> None:
+    file = max(saved.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    settings = config()
+    with pytest.raises(UserError, match=f"{file.name} differs from its checksum"):
+        load_latest(settings, Policy(settings, layout))
+
+
+def test_state_of_another_layout_is_refused(layout: Layout, config: Make, saved: Path) -> None:
+    run = json.loads((saved / "run.json").read_text())
+    run["layout"]["data"] = 2
+    (saved / "run.json").write_text(json.dumps(run))
+    settings = config()
+    with pytest.raises(UserError, match="was saved with the layout data=2, this run has data=1"):
+        load_latest(settings, Policy(settings, layout))
+
+
+def test_state_of_another_model_or_precision_is_refused(layout: Layout, config: Make, saved: Path) -> None:
+    llama, bf16 = config("llama"), config(training={"precision": "bf16"})
+    with pytest.raises(
+        UserError, match=f"{saved} was saved with the model hf_class=Qwen2ForCausalLM, qkv_bias=True, this"
+    ):
+        load_latest(llama, Policy(llama, layout))
+    with pytest.raises(UserError, match=r"precision training.precision=fp32, this run has training.precision=bf16"):
+        load_latest(bf16, Policy(bf16, layout))

@@ -1,0 +1,127 @@
+"""Hugging Face tensors as Megatron shards and back; the parameter table against transformers' models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.models.sharding import FusedQKV, GateUp, Replicated, ShardRule, Split
+from dapo_megatron.models.table import dense_table, hf_shapes
+
+Stretch = tuple[str, int | None, int, int]
+
+
+@dataclass
+class RecordingReader:
+    """Reads from a dict and remembers what was asked for."""
+
+    tensors: dict[str, Tensor]
+    asked: list[Stretch] = field(default_factory=list)
+
+    def __call__(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
+        self.asked.append((name, dim, start, stop))
+        whole = self.tensors[name]
+        return whole if dim is None else whole.narrow(dim, start, stop - start)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+
+def labelled(label: int, rows: int, columns: int = 3) -> Tensor:
+    """A tensor whose rows say where they come from: 100 x label + row."""
+    return (100.0 * label + torch.arange(rows, dtype=torch.float32))[:, None].expand(rows, columns).clone()
+
+
+def shards_of(rule: ShardRule, tensors: dict[str, Tensor], size: int) -> list[Tensor]:
+    return [rule.load(RecordingReader(tensors), list(tensors), rank, size) for rank in range(size)]
+
+
+def test_qkv_rows_are_interleaved_per_query_group() -> None:
+    """4 heads and 2 groups: q0 q1 k0 v0 q2 q3 k1 v1."""
+    q, k, v = labelled(1, 8), labelled(2, 4), labelled(3, 4)  # two rows per head
+    (whole,) = shards_of(FusedQKV(4, 2, 2), {"q": q, "k": k, "v": v}, 1)
+    rows = [100, 101, 102, 103, 200, 201, 300, 301, 104, 105, 106, 107, 202, 203, 302, 303]
+    assert whole[:, 0].tolist() == rows
+
+
+def test_gate_and_up_lie_one_after_the_other_on_each_rank() -> None:
+    shards = shards_of(GateUp(4), {"gate": labelled(1, 4), "up": labelled(2, 4)}, 2)
+    assert [shard[:, 0].tolist() for shard in shards] == [[100, 101, 200, 201], [102, 103, 202, 203]]
+
+
+def test_vocabulary_that_does_not_divide_is_padded_with_zeros() -> None:
+    whole = labelled(1, 151)
+    shards = shards_of(Split(0, 151), {"embedding": whole}, 4)
+    assert [shard.shape[0] for shard in shards] == [38] * 4
+    assert not shards[3][37:].any()
+    assert shards[3][36, 0] == 250
+    (merged,) = Split(0, 151).merge(shards)
+    assert torch.equal(merged, whole)
+
+
+def test_rank_past_the_end_of_the_vocabulary_holds_padding_only() -> None:
+    shards = shards_of(Split(0, 5), {"embedding": labelled(1, 5)}, 4)  # 2 + 2 + 1 + 0 rows
+    assert [shard.shape[0] for shard in shards] == [2] * 4
+    assert not shards[3].any()
+    assert torch.equal(Split(0, 5).merge(shards)[0], labelled(1, 5))
+
+
+CASES: dict[str, tuple[ShardRule, dict[str, tuple[int, ...]]]] = {
+    "qkv": (FusedQKV(8, 4, 2), {"q": (16, 3), "k": (8, 3), "v": (8, 3)}),
+    "qkv bias": (FusedQKV(8, 4, 2), {"q": (16,), "k": (8,), "v": (8,)}),
+    "gate and up": (GateUp(8), {"gate": (8, 3), "up": (8, 3)}),
+    "columns": (Split(1, 12), {"down": (3, 12)}),
+    "rows": (Split(0, 12), {"embedding": (12, 3)}),
+    "padded rows": (Split(0, 151), {"embedding": (151, 3)}),
+    "norm": (Replicated(), {"norm": (7,)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_is_exact(name: str, size: int, dtype: torch.dtype) -> None:
+    rule, shapes = CASES[name]
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    shards = shards_of(rule, tensors, size)
+    assert len({shard.shape for shard in shards}) == 1
+    for merged, original in zip(rule.merge(shards), tensors.values(), strict=True):
+        assert merged.dtype == dtype
+        assert torch.equal(merged, original)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qkv", [("q", 0, 8, 12), ("k", 0, 4, 6), ("v", 0, 4, 6)]),
+        ("gate and up", [("gate", 0, 4, 6), ("up", 0, 4, 6)]),
+        ("columns", [("down", 1, 6, 9)]),
+        ("padded rows", [("embedding", 0, 76, 114)]),
+        ("norm", [("norm", None, 0, 0)]),
+    ],
+)
+def test_rank_reads_only_its_own_stretches(name: str, expected: list[Stretch]) -> None:
+    """Rank 2 of 4."""
+    rule, shapes = CASES[name]
+    reader = RecordingReader({name: torch.zeros(shape) for name, shape in shapes.items()})
+    rule.load(reader, list(shapes), 2, 4)
+    assert reader.asked == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_table_has_every_tensor_of_transformers(checkpoint: Callable[..., Path], family: str, tied: bool) -> None:
+    folder = checkpoint(family, tied=tied)
+    arch = architecture_of(folder)
+    stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert hf_shapes(arch) == stored
+    rows = list(dense_table(arch))
+    assert list(hf_shapes(arch)) == [name for row in rows for name in row.hf_names]  # the order of export
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert (row.layer is not None) == ("layers." in row.name)
