@@ -72,7 +72,9 @@ def train(config: Path, *overrides: str, ranks: int = 1) -> str:
 
 
 @pytest.fixture(scope="module")
-def config_path(tiny_model: Path, task: Path, tiny_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config_path(
+    tiny_model: Path, task: Path, tiny_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("run")
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(sections(tiny_model, task, tiny_fleet, folder / "recorded")))
