@@ -4,7 +4,6 @@ Every check raises `UserError` with the key, what is wrong and the rule.
 """
 
 import json
-import math
 import os
 import socket
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from dapo_megatron.data.prompts import load_rows, tokenize
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.layout import check_layout
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.run_state.store import latest_state, read_run
 
@@ -33,7 +33,13 @@ def preflight(config: Config, num_ranks: int) -> None:
     """
     architecture = check_model(Path(config.model.path))
     check_lengths(config, architecture)
-    check_layout(config, architecture, num_ranks)
+    parallel = config.parallel
+    check_layout(architecture, parallel.tensor, parallel.pipeline, Path(config.model.path).name)
+    if num_ranks % (model_ranks := parallel.tensor * parallel.pipeline):
+        raise UserError(
+            f"--nproc {num_ranks} is not a multiple of parallel.tensor x parallel.pipeline = "
+            f"{parallel.tensor} x {parallel.pipeline} = {model_ranks}"
+        )
     check_run_dir(config, num_ranks)
     check_tracking(config)
     if config.rollout.replay is not None:
@@ -101,31 +107,6 @@ def check_lengths(config: Config, architecture: Architecture) -> None:
         )
 
 
-def check_layout(config: Config, architecture: Architecture, num_ranks: int) -> None:
-    """Tensor parallelism divides heads and MLP, stages divide layers, and ranks are whole copies of the model."""
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
-    model = Path(config.model.path).name
-    heads, kv_heads, ffn = architecture.num_heads, architecture.num_kv_heads, architecture.ffn_size
-    if heads % tensor or kv_heads % tensor or ffn % tensor:
-        dimensions = f"{heads} attention heads and {kv_heads} key/value heads"
-        if heads % tensor == kv_heads % tensor == 0:
-            dimensions = f"the MLP size {ffn}"
-        raise UserError(
-            f"parallel.tensor={tensor} does not divide {dimensions} of {model}; "
-            f"use {_either(_divisors(math.gcd(heads, kv_heads, ffn)))}"
-        )
-    if architecture.num_layers % pipeline:
-        raise UserError(
-            f"parallel.pipeline={pipeline} does not divide {architecture.num_layers} layers of {model}; "
-            f"use {_either(_divisors(architecture.num_layers))}"
-        )
-    if num_ranks % (tensor * pipeline):
-        raise UserError(
-            f"--nproc {num_ranks} is not a multiple of parallel.tensor x parallel.pipeline = {tensor} x {pipeline} "
-            f"= {tensor * pipeline}"
-        )
-
-
 def check_fleet(config: Config, architecture: Architecture) -> None:
     """vLLM is installed, the servers' layout fits the model, and their ports are free."""
     fleet = config.fleet
@@ -189,13 +170,3 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _either(numbers: list[int]) -> str:
-    """[1] -> "1", [1, 3] -> "1 or 3", [1, 2, 4] -> "1, 2 or 4"."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -17,6 +17,7 @@ from torch import Tensor
 from dapo_megatron.config.training import ParallelConfig, TrainingConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.layout import check_layout
 from dapo_megatron.models.sharding import Reader
 from dapo_megatron.models.table import EMBEDDING, FINAL_NORM, OUTPUT, Parameter, dense_table, hf_shapes
 from dapo_megatron.trainer import device
@@ -60,23 +61,6 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         )
 
 
-def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
-    """Refuse layouts the model cannot have.
-
-    Raises:
-        UserError: naming the sizes that do not divide, and the tensor-parallel sizes that would.
-    """
-    heads, kv_heads = arch.num_heads, arch.num_kv_heads
-    if heads % parallel.tensor or kv_heads % parallel.tensor or arch.ffn_size % parallel.tensor:
-        possible = [n for n in range(1, kv_heads + 1) if not (heads % n or kv_heads % n or arch.ffn_size % n)]
-        raise UserError(
-            f"parallel.tensor={parallel.tensor} must divide the model's {heads} attention heads, {kv_heads} key/value "
-            f"heads and MLP width {arch.ffn_size}; possible sizes are {', '.join(map(str, possible))}"
-        )
-    if arch.num_layers % parallel.pipeline:
-        raise UserError(f"parallel.pipeline={parallel.pipeline} must divide the model's {arch.num_layers} layers")
-
-
 def transformer_config(arch: Architecture, parallel: ParallelConfig, training: TrainingConfig) -> TransformerConfig:
     """Megatron's configuration of `arch` in this layout and precision."""
     dtype = DTYPES[training.precision]
@@ -115,7 +99,7 @@ def build_model(
     Raises:
         UserError: if the layout does not fit the model.
     """
-    check_layout(arch, parallel)
+    check_layout(arch, parallel.tensor, parallel.pipeline, arch.hf_class)
     config = transformer_config(arch, parallel, training)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

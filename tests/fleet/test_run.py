@@ -158,6 +158,23 @@ def test_resumed_run_ends_with_the_same_weights(recorded: Path, config_path: Pat
     assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, STEPS + 1))
 
 
+def test_resume_in_bf16_over_tensor_parallel_ranks(recorded: Path, config_path: Path, tmp_path: Path) -> None:
+    common = [f"rollout.replay={recorded / 'rollouts'}", "training.precision=bf16", "parallel.tensor=2"]
+    train(config_path, *common, f"run.dir={tmp_path / 'whole'}", ranks=2)
+    train(config_path, *common, f"run.dir={tmp_path / 'parts'}", "run.steps=2", ranks=2)
+    train(config_path, *common, f"run.dir={tmp_path / 'parts'}", ranks=2)
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_weights_of_a_split_model_reach_the_servers(config_path: Path, tmp_path: Path, layout: str) -> None:
+    """The proof at the start of every run (law 3) and the log-probs of every answer hold with two ranks."""
+    train(config_path, f"run.dir={tmp_path}", "run.steps=2", "evaluation.data=null", layout, ranks=2)
+    for record in read_metrics(tmp_path):
+        assert record["first_log_ratio"] == 0.0
+        assert record["rollout_diff_max"] < 1e-3
+
+
 def test_killed_run_ends_with_the_same_weights(recorded: Path, config_path: Path, tmp_path: Path) -> None:
     """Killed outright once a state is saved; the launcher's death takes the ranks with it."""
     overrides = [f"rollout.replay={recorded / 'rollouts'}", f"run.dir={tmp_path}", "run.save_every=1"]

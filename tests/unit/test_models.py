@@ -18,8 +18,9 @@ from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models import SUPPORTED_ARCHITECTURES
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.layout import check_layout
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.trainer.build import build_model, check_layout, load_weights
+from dapo_megatron.trainer.build import build_model, load_weights
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response
@@ -119,22 +120,21 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     [
         (
             {"tensor": 2},
-            "parallel.tensor=2 must divide the model's 9 attention heads, 3 key/value heads and MLP width 96; "
-            "possible sizes are 1, 3",
+            "parallel.tensor=2 does not divide 9 attention heads and 3 key/value heads of Tiny; use 1 or 3",
         ),
-        ({"tensor": 9}, "possible sizes are 1, 3"),
-        ({"pipeline": 4}, "parallel.pipeline=4 must divide the model's 6 layers"),
+        ({"tensor": 9}, "use 1 or 3"),
+        ({"pipeline": 4}, "parallel.pipeline=4 does not divide 6 layers of Tiny; use 1, 2, 3 or 6"),
     ],
 )
 def test_layouts_the_model_cannot_have(tmp_path: Path, parallel: dict[str, int], message: str) -> None:
     with pytest.raises(UserError) as error:
-        check_layout(architecture(tmp_path), ParallelConfig.model_validate(parallel))
+        check_layout(architecture(tmp_path), parallel.get("tensor", 1), parallel.get("pipeline", 1), "Tiny")
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 3}, {"pipeline": 2}, {"tensor": 3, "pipeline": 6}])
 def test_layouts_the_model_can_have(tmp_path: Path, parallel: dict[str, int]) -> None:
-    check_layout(architecture(tmp_path), ParallelConfig.model_validate(parallel))
+    check_layout(architecture(tmp_path), parallel.get("tensor", 1), parallel.get("pipeline", 1), "Tiny")
 
 
 def load_in_transformers(folder: Path) -> torch.nn.Module:
