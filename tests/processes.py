@@ -4,12 +4,17 @@ import time
 from pathlib import Path
 
 
+def state_of(pid: int) -> str:
+    """The kernel's letter for what a process does: R runs, S sleeps, T is stopped, Z has ended; "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs. One that has ended but whose parent has not asked yet (a zombie) does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return state_of(pid) not in ("", "Z")
 
 
 def gone_within(pid: int, seconds: float) -> bool:
