@@ -16,14 +16,16 @@ from dapo_megatron.config.preflight import preflight
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.monitoring.monitor import Monitor
+from dapo_megatron.processes import die_with_parent
 from dapo_megatron.rollout.handle import StopRun, open_rollouts
-from dapo_megatron.rollout.server import die_with_parent
 from dapo_megatron.run_state.checkpoint import RunState, load_latest
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.feed import Feed
 from dapo_megatron.trainer.policy import Metrics, Policy, combine
 from dapo_megatron.trainer.ranks import on_rank_zero
 from dapo_megatron.trainer.weights import WeightSync
+
+END_GRACE = 30.0  # seconds a rank may take to stop its controller and servers when its launcher has died
 
 
 def train(config: Config, layout: parallel.Layout) -> None:
@@ -59,6 +61,7 @@ def step(policy: Policy, feed: Feed, weights: WeightSync, state: RunState, monit
     with monitor.phase("rollout"):
         batch = feed.next_batch(state.step + 1, state.version)  # dynamic sampling until N mixed groups
     if isinstance(batch, StopRun):
+        monitor.note(f"the run ends here: {batch.reason}")
         return False
     header = batch.header
     updates: list[Metrics] = []
@@ -92,13 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks are left
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())  # a launcher that is killed outright tells its ranks nothing
+        die_with_parent(os.getppid(), END_GRACE)  # a launcher that is killed outright tells its ranks nothing
     try:
         config = load_config(arguments[0], arguments[1:])
         layout = parallel.initialize(config.parallel, config.run.seed, config.training.threads)
         on_rank_zero(lambda: preflight(config, layout.world_size))
         train(config, layout)
-        dist.barrier()
         dist.destroy_process_group()
         sys.exit(0)
     except UserError as error:  # every rank raises it; one tells

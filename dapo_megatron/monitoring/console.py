@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from dapo_megatron.monitoring.diagnosis import warnings_of
 from dapo_megatron.monitoring.metrics import Record
 
 ROWS = 12  # steps that stay in view
@@ -73,6 +74,12 @@ class PlainConsole:
         """Print a finished step."""
         parts = [f"{heading} {text(record)}" for heading, text in COLUMNS.items()]
         self._say(" | ".join([*parts, phase_seconds(record)]))
+        for warning in warnings_of(record):
+            self.note(f"warning: {warning}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._say(text)
 
     def evaluation(self, record: Record) -> None:
         """Print an evaluation."""
@@ -130,6 +137,12 @@ class LiveConsole:
     def step(self, record: Record) -> None:
         """Add a row."""
         self._rows.append(record)
+        for warning in warnings_of(record):
+            self.note(f"warning: {warning}")
+
+    def note(self, text: str) -> None:
+        """Print a line above the view, where it stays."""
+        self._live.console.print(text, markup=False, highlight=False)
 
     def evaluation(self, record: Record) -> None:
         """Add a line below the table."""

@@ -124,6 +124,11 @@ class Monitor:
         for sink in self._sinks:
             sink.evaluation(record)
 
+    def note(self, text: str) -> None:
+        """Tell the user something that is no number."""
+        if self._enabled:
+            self._console.note(text)
+
     def summary(self) -> None:
         """Write summary.json and print it. Call it once, after the last evaluation; it closes the live view."""
         if not self._enabled:

@@ -27,6 +27,7 @@ from dapo_megatron.data.cursor import PromptCursor
 from dapo_megatron.data.prompts import Prompts, load_rows, tokenize
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.evaluation.evaluate import evaluate
+from dapo_megatron.processes import die_with_parent
 from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE
 from dapo_megatron.rollout.blocks import BatchTokens, build_batch
 from dapo_megatron.rollout.client import Sampling, ServerClient
@@ -36,7 +37,6 @@ from dapo_megatron.rollout.journal import Journal
 from dapo_megatron.rollout.sampler import Progress, Sampler
 from dapo_megatron.rollout.server import (
     Server,
-    die_with_parent,
     log_tail,
     start_server,
     stop_server,

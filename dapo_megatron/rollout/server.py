@@ -5,7 +5,6 @@ dependencies: this file also starts servers in an environment that holds only vL
 """
 
 import contextlib
-import ctypes
 import http.client
 import importlib.util
 import os
@@ -13,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from dapo_megatron.errors import UserError
+from dapo_megatron.processes import die_with_parent
 from dapo_megatron.rollout.middleware import TOKEN_VARIABLE
 
 PARENT_VARIABLE = "DAPO_SERVER_PARENT"
 STOP_GRACE = 10.0  # seconds between asking a server to stop and killing it
 LOG_LINES = 15
-PR_SET_PDEATHSIG = 1
 
 # What torchrun leaves in the environment of a rank: vLLM would take it for its own world.
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -256,29 +254,11 @@ def _start_failure(server: Server, what: str) -> str:
     return f"vLLM server {server.index} {what}; the end of {server.log_path}:\n{tail}"
 
 
-def die_with_parent(parent: int, grace: float = STOP_GRACE) -> None:
-    """Ties this process, the leader of its group, to process `parent`.
-
-    The kernel sends SIGTERM when the parent dies, however that happens. A thread looks after the rest: a
-    parent that was gone before, and a process or a child that does not end within `grace` seconds.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    threading.Thread(target=_watch_parent, args=(parent, grace), name="parent-watch", daemon=True).start()
-
-
-def _watch_parent(parent: int, grace: float) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
 def main() -> None:
     """Runs vLLM's API server in this process with the arguments of the command line."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
-        die_with_parent(int(parent))
+        die_with_parent(int(parent), STOP_GRACE)
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()
