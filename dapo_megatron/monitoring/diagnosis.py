@@ -18,7 +18,7 @@ def warnings_of(record: Record) -> list[str]:
         )
     if record.get("stale_tokens"):
         found.append(
-            f"step {step}: {record['stale_tokens']:.0f} tokens were sampled with other weights than the step's"
+            f"step {step}: {record['stale_tokens']:.0f} tokens come from other weights than the step's"
         )
     if record.get("failed"):
         found.append(f"step {step}: {record['failed']:.0f} groups were dropped because an answer could not be had")
