@@ -17,9 +17,7 @@ def warnings_of(record: Record) -> list[str]:
             f"step {step}: the first update did not start on-policy, mean |log r| = {record['first_log_ratio']:.1e}"
         )
     if record.get("stale_tokens"):
-        found.append(
-            f"step {step}: {record['stale_tokens']:.0f} tokens come from other weights than the step's"
-        )
+        found.append(f"step {step}: {record['stale_tokens']:.0f} tokens come from other weights than the step's")
     if record.get("failed"):
         found.append(f"step {step}: {record['failed']:.0f} groups were dropped because an answer could not be had")
     return found
