@@ -1,10 +1,12 @@
-"""The clipped policy objective (eq. 8 and 10), per token."""
+"""The clipped policy objective, per token: ratios of tokens (eq. 8 and 10) or of whole responses (GSPO)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from dapo_megatron.algorithm.aggregation import count_tokens
 
 MAX_LOG_RATIO = 20.0
 """log r is clamped to +-20 before exp: beyond it a ratio says nothing and would overflow."""
@@ -26,9 +28,24 @@ class ClipRange(Protocol):
         """Dual-clip constant c, or None without it."""
 
 
+class LossConfig(Protocol):
+    """The part of the algorithm's configuration that the loss reads (`config.algorithm.AlgorithmConfig`)."""
+
+    @property
+    def loss(self) -> Literal["ppo_clip", "gspo"]:
+        """Whose probability ratio is clipped: the token's or the response's."""
+
+    @property
+    def clip(self) -> ClipRange:
+        """Where it is clipped."""
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Losses of T tokens and what happened to each. Masked tokens are 0 or False; only `losses` carries a gradient."""
+    """Losses of T tokens and what happened to each. Masked tokens are 0 or False; only `losses` carries a gradient.
+
+    r is the ratio that was clipped: the token's own, or with `gspo` its response's.
+    """
 
     losses: Tensor  # floating [T]
     ratio: Tensor  # floating [T] r = pi_theta / pi_old
@@ -38,20 +55,47 @@ class PolicyLoss:
 
 
 def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, loss_mask: Tensor, clip: ClipRange
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    response_ids: Tensor,
+    config: LossConfig,
+    *,
+    sequence_log_ratio: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute l = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) for every token.
 
-    All tensors are flat: `log_probs` (of the policy being trained), `old_log_probs` and `advantages` floating [T],
-    `loss_mask` bool [T]. With a dual clip c, l is at most -c A where A < 0. The gradient with respect to
-    `log_probs` is -r A, and exactly 0 where a clip acts or |log r| > 20 (arXiv 2503.14476, eq. 8 and 10; dual
-    clip: arXiv 1912.09729, eq. 8).
+    With `ppo_clip`, r is the token's probability ratio (arXiv 2503.14476, eq. 8 and 10). With `gspo` it is the
+    response's, exp(mean of log r over its unmasked tokens), in the form that gives each token the gradient of the
+    whole response (arXiv 2507.18071, eq. 13 and 14, GSPO-token): averaged by `sequence_mean` this is GSPO's
+    objective and its gradient (eq. 5).
 
-    What stands at masked positions has no effect, even when it is not a number.
+    With a dual clip c, l is at most -c A where A < 0 (arXiv 1912.09729, eq. 8). GSPO's paper has none; here the
+    same rule holds for the response's ratio, and c = None gives the paper's objective.
+
+    The gradient with respect to `log_probs` is -r A, and exactly 0 where a clip acts or |log r| > 20. What stands
+    at masked positions has no effect, even when it is not a number.
+
+    Args:
+        log_probs: floating [T], of the policy being trained.
+        old_log_probs: floating [T].
+        advantages: floating [T].
+        loss_mask: bool [T].
+        response_ids: integer [T], the response of each token; any numbers, in any order, unused where masked.
+        config: which ratio, and where it is clipped.
+        sequence_log_ratio: floating [T], `gspo` only: for each token the mean of log r over all unmasked tokens of
+            its response, detached; needed where a response is spread over ranks. None: over the tokens given here.
     """
-    log_ratio = torch.where(loss_mask, log_probs - old_log_probs, 0.0)
-    advantages = torch.where(loss_mask, advantages, 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.loss == "gspo":
+        if sequence_log_ratio is None:
+            sequence_log_ratio = _sequence_log_ratio(log_probs, old_log_probs, loss_mask, response_ids)
+        # The value is the response's and the derivative by the token's log-prob is 1: the difference is always 0.
+        log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
+    else:
+        log_ratio = log_probs - old_log_probs
+    log_ratio, advantages = torch.where(loss_mask, log_ratio, 0.0), torch.where(loss_mask, advantages, 0.0)
+    ratio, clip = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), config.clip
     # The minimum bounds r on one side only, which side depends on the sign of A. Written like this the gradient
     # is that of `clamp`, with no tie between the two arguments of the minimum.
     bounded = torch.where(advantages > 0, ratio.clamp(max=1 + clip.high), ratio.clamp(min=1 - clip.low, max=clip.dual))
@@ -63,3 +107,23 @@ def policy_loss(
         clipped_high=(advantages > 0) & (detached > 1 + clip.high),
         clipped_dual=torch.zeros_like(negative) if clip.dual is None else negative & (detached > clip.dual),
     )
+
+
+def response_log_ratio_sums(
+    log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, response_ids: Tensor, num_responses: int
+) -> Tensor:
+    """Sum of log r over the unmasked tokens of each response, detached, fp64 [num_responses].
+
+    Sums of ranks that hold parts of the same responses may be added; divided by the responses' unmasked tokens and
+    indexed by response they are `sequence_log_ratio`. Flat inputs as in `policy_loss`, except that every id, also
+    of a masked token, must be at least 0 and less than `num_responses`.
+    """
+    log_ratio = torch.where(loss_mask, log_probs.detach() - old_log_probs, 0.0).double()
+    return log_ratio.new_zeros(num_responses).index_add(0, response_ids, log_ratio)
+
+
+def _sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, response_ids: Tensor) -> Tensor:
+    """For each token the mean of log r over its response's unmasked tokens, fp64 [T]."""
+    responses, rows = torch.unique(response_ids, return_inverse=True)
+    sums = response_log_ratio_sums(log_probs, old_log_probs, loss_mask, rows, len(responses))
+    return sums[rows] / count_tokens(loss_mask, rows).clamp(min=1)

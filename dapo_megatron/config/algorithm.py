@@ -1,5 +1,7 @@
 """DAPO's own numbers (arXiv 2503.14476): clipping, overlong shaping."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from dapo_megatron.config.base import Section
@@ -32,5 +34,15 @@ class OverlongConfig(Section):
 class AlgorithmConfig(Section):
     """The DAPO objective."""
 
+    loss: Literal["ppo_clip", "gspo"] = Field(
+        "ppo_clip",
+        description="Clip each token's probability ratio (eq. 8), or that of the whole response (GSPO, arXiv "
+        "2507.18071; customary with clip low 3e-4, high 4e-4 and sequence_mean).",
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = Field(
+        "token_mean",
+        description="Mean over all tokens of the mini-batch (eq. 12), mean over responses of their token means (GRPO), "
+        "or sum of tokens / (responses x rollout.max_tokens) (Dr.GRPO).",
+    )
     clip: ClipConfig = Field(default_factory=ClipConfig, description="Ratio clipping.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="Soft overlong punishment.")

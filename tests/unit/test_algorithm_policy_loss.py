@@ -1,4 +1,4 @@
-"""The clipped objective, its aggregation, and log-probs with temperature."""
+"""The clipped objective on ratios of tokens and of responses, and log-probs with temperature."""
 
 import math
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dapo_megatron.algorithm.aggregation import aggregate
 from dapo_megatron.algorithm.log_prob import log_probs_and_entropy
-from dapo_megatron.algorithm.policy_loss import PolicyLoss, policy_loss
-from dapo_megatron.config.algorithm import ClipConfig
+from dapo_megatron.algorithm.policy_loss import PolicyLoss, policy_loss, response_log_ratio_sums
+from dapo_megatron.config.algorithm import AlgorithmConfig, ClipConfig
 
 # ratio, advantage, dual clip, loss, gradient with respect to the log-prob
 TABLE = [
@@ -24,14 +24,19 @@ TABLE = [
     (20, -1, 10.0, 10, 0.0),
 ]
 
+GSPO = AlgorithmConfig(loss="gspo", clip=ClipConfig(low=0.2, high=0.28, dual=None))
+
+
+def one_response(tokens: int) -> tuple[Tensor, Tensor]:
+    """Mask and response ids of a response without masked tokens."""
+    return torch.ones(tokens, dtype=torch.bool), torch.zeros(tokens, dtype=torch.long)
+
 
 def loss_at(ratio: list[float], advantage: list[float], clip: ClipConfig) -> tuple[PolicyLoss, Tensor]:
     """Losses and gradients at the given ratios, float64."""
     log_probs = torch.tensor(ratio, dtype=torch.float64).log().requires_grad_()
-    ones = torch.ones(len(ratio), dtype=torch.bool)
-    result = policy_loss(
-        log_probs, torch.zeros_like(log_probs), torch.tensor(advantage, dtype=torch.float64), ones, clip
-    )
+    old, advantages = torch.zeros_like(log_probs), torch.tensor(advantage, dtype=torch.float64)
+    result = policy_loss(log_probs, old, advantages, *one_response(len(ratio)), AlgorithmConfig(clip=clip))
     (gradient,) = torch.autograd.grad(result.losses.sum(), log_probs)
     return result, gradient
 
@@ -71,10 +76,10 @@ def test_indicators_name_the_bound_that_acts() -> None:
     assert not result.ratio.requires_grad
 
 
-def test_on_policy_start_has_a_ratio_of_exactly_one() -> None:
-    log_probs = torch.randn(100).requires_grad_()
-    advantages, mask = torch.randn(100), torch.ones(100, dtype=torch.bool)
-    result = policy_loss(log_probs, log_probs.detach().clone(), advantages, mask, ClipConfig())
+@pytest.mark.parametrize("config", [AlgorithmConfig(), GSPO], ids=["ppo_clip", "gspo"])
+def test_on_policy_start_has_a_ratio_of_exactly_one(config: AlgorithmConfig) -> None:
+    log_probs, advantages = torch.randn(100).requires_grad_(), torch.randn(100)
+    result = policy_loss(log_probs, log_probs.detach().clone(), advantages, *one_response(100), config)
     assert (result.ratio == 1).all()
     assert not (result.clipped_low | result.clipped_high | result.clipped_dual).any()
     (gradient,) = torch.autograd.grad(result.losses.sum(), log_probs)
@@ -85,8 +90,9 @@ def test_on_policy_start_has_a_ratio_of_exactly_one() -> None:
 @pytest.mark.parametrize("log_ratio", [-1e4, -50.0, 50.0, 1e4])
 def test_far_log_ratios_stay_finite(log_ratio: float, dtype: torch.dtype) -> None:
     log_probs = torch.full((2,), log_ratio, dtype=dtype, requires_grad=True)
-    advantages, mask = torch.tensor([1.0, -1.0], dtype=dtype), torch.ones(2, dtype=torch.bool)
-    result = policy_loss(log_probs, torch.zeros(2, dtype=dtype), advantages, mask, ClipConfig(dual=None))
+    old, advantages = torch.zeros(2, dtype=dtype), torch.tensor([1.0, -1.0], dtype=dtype)
+    config = AlgorithmConfig(clip=ClipConfig(dual=None))
+    result = policy_loss(log_probs, old, advantages, *one_response(2), config)
     (gradient,) = torch.autograd.grad(result.losses.sum(), log_probs)
     assert result.losses.dtype == dtype
     assert result.ratio.tolist() == pytest.approx([math.exp(math.copysign(20, log_ratio))] * 2, rel=1e-5)
@@ -95,11 +101,11 @@ def test_far_log_ratios_stay_finite(log_ratio: float, dtype: torch.dtype) -> Non
 
 
 def test_masked_tokens_have_no_effect_whatever_they_hold() -> None:
-    mask = torch.tensor([True, False, True, False])
+    mask, responses = torch.tensor([True, False, True, False]), torch.tensor([0, 0, 0, -7])
     log_probs = torch.tensor([-1.0, math.nan, -2.0, math.inf]).requires_grad_()
-    advantages = torch.tensor([1.0, math.nan, -1.0, math.inf])
-    result = policy_loss(log_probs, torch.tensor([-1.0, -1.0, -9.0, math.nan]), advantages, mask, ClipConfig())
-    loss = aggregate(result.losses, mask)
+    old, advantages = torch.tensor([-1.0, -1.0, -9.0, math.nan]), torch.tensor([1.0, math.nan, -1.0, math.inf])
+    result = policy_loss(log_probs, old, advantages, mask, responses, AlgorithmConfig())
+    loss = aggregate(result.losses, mask, responses)
     (gradient,) = torch.autograd.grad(loss, log_probs)
     assert loss.item() == pytest.approx((-1 + 10) / 2)
     assert gradient.tolist() == [-0.5, 0, 0, 0]
@@ -107,36 +113,92 @@ def test_masked_tokens_have_no_effect_whatever_they_hold() -> None:
     assert not (result.clipped_low | result.clipped_high | result.clipped_dual)[~mask].any()
 
 
-def test_every_token_counts_the_same() -> None:
-    per_token = torch.tensor([1.0] * 2 + [0.0] * 6)
-    everything = torch.ones(8, dtype=torch.bool)
-    assert aggregate(per_token, everything).item() == 0.25
-    first_only = everything.clone()
-    first_only[2:] = False
-    assert aggregate(per_token, first_only).item() == 1.0
+# Four responses, interleaved and of 3, 2, 4 and 1 tokens, at log-ratios such that the second is clipped above and
+# the third below.
+RESPONSES = torch.tensor([9, 4, 9, 6, 4, 6, 2, 6, 9, 6])
+OLD = torch.tensor([-1.2, -0.3, -2.0, -0.7, -1.1, -0.4, -0.9, -1.6, -0.2, -2.2], dtype=torch.float64)
+LOG_RATIO = torch.tensor([0.3, 0.1, -0.4, -0.2, 0.5, -0.1, 0.02, -0.3, 0.12, -0.4], dtype=torch.float64)
+ADVANTAGE_OF = {9: 0.7, 4: 1.3, 6: -0.6, 2: -1.1}
+ADVANTAGES = torch.tensor([ADVANTAGE_OF[r] for r in RESPONSES.tolist()], dtype=torch.float64)
+ALL = torch.ones(len(RESPONSES), dtype=torch.bool)
 
 
-def test_empty_batches_give_zero() -> None:
-    for size in (0, 3):
-        per_token = torch.full((size,), math.nan, requires_grad=True)
-        assert aggregate(per_token, torch.zeros(size, dtype=torch.bool)).item() == 0
-        assert aggregate(per_token, torch.zeros(size, dtype=torch.bool), num_tokens=0).item() == 0
+def gspo_objective(log_probs: Tensor, clip: ClipConfig) -> Tensor:
+    """Minus eq. 5 of arXiv 2507.18071, written out: the mean over responses of -min(s A, clip(s) A)."""
+    terms = []
+    for response, advantage in ADVANTAGE_OF.items():
+        chosen = response == RESPONSES
+        s = (log_probs[chosen] - OLD[chosen]).mean().exp()
+        terms.append(torch.minimum(s * advantage, s.clamp(1 - clip.low, 1 + clip.high) * advantage))
+    return -torch.stack(terms).mean()
 
 
-@settings(deadline=None)
-@given(st.lists(st.floats(-3, 3), min_size=1, max_size=30), st.data())
-def test_parts_add_up_however_the_batch_is_cut(values: list[float], data: st.DataObject) -> None:
-    per_token = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4)))
-    bounds = list(zip([0, *cuts], [*cuts, len(values)], strict=True))
-    whole = aggregate(per_token, mask)
-    parts = sum(aggregate(per_token[a:b], mask[a:b], num_tokens=int(mask.sum())) for a, b in bounds)
-    assert isinstance(parts, Tensor)
-    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        torch.autograd.grad(parts, per_token)[0], torch.autograd.grad(whole, per_token)[0], rtol=0, atol=1e-12
-    )
+def test_gspo_is_the_objective_of_sequences_with_its_gradient() -> None:
+    log_probs = (OLD + LOG_RATIO).requires_grad_()
+    result = policy_loss(log_probs, OLD, ADVANTAGES, ALL, RESPONSES, GSPO)
+    loss, expected = aggregate(result.losses, ALL, RESPONSES, "sequence_mean"), gspo_objective(log_probs, GSPO.clip)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-15)
+    gradients = [torch.autograd.grad(value, log_probs)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-15)
+    assert (gradients[0] != 0).tolist() == [response in (9, 2) for response in RESPONSES.tolist()]
+    assert result.clipped_high.tolist() == [response == 4 for response in RESPONSES.tolist()]
+    assert result.clipped_low.tolist() == [response == 6 for response in RESPONSES.tolist()]
+    for response in ADVANTAGE_OF:
+        chosen = torch.eq(RESPONSES, response)
+        assert result.ratio[chosen].tolist() == pytest.approx([LOG_RATIO[chosen].mean().exp().item()] * chosen.sum())
+
+
+def test_gspo_gradient_by_finite_differences() -> None:
+    def loss(log_probs: Tensor) -> Tensor:
+        result = policy_loss(log_probs, OLD, ADVANTAGES, ALL, RESPONSES, GSPO)
+        return aggregate(result.losses, ALL, RESPONSES, "sequence_mean")
+
+    assert torch.autograd.gradcheck(loss, (OLD + LOG_RATIO).requires_grad_(), atol=1e-9)
+
+
+def test_gspo_of_a_response_without_its_masked_tokens() -> None:
+    """They are in neither its ratio nor its length, and what they hold does not matter."""
+    mask = ALL.clone()
+    mask[[2, 7, 8]] = False
+    spoiled = torch.where(mask, OLD + LOG_RATIO, math.nan).requires_grad_()
+    result = policy_loss(spoiled, OLD, torch.where(mask, ADVANTAGES, math.inf), mask, RESPONSES, GSPO)
+    (gradient,) = torch.autograd.grad(aggregate(result.losses, mask, RESPONSES, "sequence_mean"), spoiled)
+    alone = (OLD + LOG_RATIO)[mask].requires_grad_()
+    only = policy_loss(alone, OLD[mask], ADVANTAGES[mask], ALL[mask], RESPONSES[mask], GSPO)
+    (expected,) = torch.autograd.grad(aggregate(only.losses, ALL[mask], RESPONSES[mask], "sequence_mean"), alone)
+    torch.testing.assert_close(result.losses[mask], only.losses)
+    torch.testing.assert_close(gradient[mask], expected)
+    assert result.losses[~mask].tolist() == gradient[~mask].tolist() == [0, 0, 0]
+
+
+def test_gspo_of_responses_spread_over_ranks() -> None:
+    """Ranks hold parts of the same responses; their sums of log-ratios are added."""
+    log_probs = (OLD + LOG_RATIO).requires_grad_()
+    whole = policy_loss(log_probs, OLD, ADVANTAGES, ALL, RESPONSES, GSPO)
+    parts = [slice(0, 4), slice(4, 10)]
+    sums = sum(response_log_ratio_sums(log_probs[p], OLD[p], ALL[p], RESPONSES[p], 10) for p in parts)
+    assert isinstance(sums, Tensor)
+    assert not sums.requires_grad
+    mean = (sums / RESPONSES.bincount(minlength=10))[RESPONSES]
+    losses = [
+        policy_loss(log_probs[p], OLD[p], ADVANTAGES[p], ALL[p], RESPONSES[p], GSPO, sequence_log_ratio=mean[p]).losses
+        for p in parts
+    ]
+    torch.testing.assert_close(torch.cat(losses), whole.losses, rtol=0, atol=1e-15)
+    gradients = [torch.autograd.grad(value.sum(), log_probs)[0] for value in (torch.cat(losses), whole.losses)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-15)
+
+
+def test_gspo_dual_clip_bounds_the_ratio_of_the_response() -> None:
+    """Token ratios of 1 and 400: the response's is 20, above the bound of 10 where A < 0."""
+    log_probs = torch.tensor([0.0, math.log(400)], dtype=torch.float64).requires_grad_()
+    advantages = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    for dual, loss, gradient in ((10.0, 10, 0), (None, 20, 20)):
+        config = AlgorithmConfig(loss="gspo", clip=ClipConfig(dual=dual))
+        result = policy_loss(log_probs, torch.zeros_like(log_probs), advantages, *one_response(2), config)
+        assert result.losses.tolist() == pytest.approx([loss] * 2)
+        assert result.clipped_dual.tolist() == [dual is not None] * 2
+        assert torch.autograd.grad(result.losses.sum(), log_probs)[0].tolist() == pytest.approx([gradient] * 2)
 
 
 def test_log_probs_are_those_of_the_sampling_distribution() -> None:

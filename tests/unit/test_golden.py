@@ -1,4 +1,4 @@
-"""The golden values of the default form: inputs and results computed in float64 by an independent reference."""
+"""Golden values of the objective: inputs and results computed in float64 by an independent reference."""
 
 import json
 from collections import Counter
@@ -15,13 +15,13 @@ from dapo_megatron.algorithm.group_filter import mixed_groups
 from dapo_megatron.algorithm.log_prob import log_probs_and_entropy
 from dapo_megatron.algorithm.overlong import overlong_penalty
 from dapo_megatron.algorithm.policy_loss import policy_loss
-from dapo_megatron.config.algorithm import ClipConfig
+from dapo_megatron.config.algorithm import AlgorithmConfig, ClipConfig
 
 Case = dict[str, Any]
 CASES: list[Case] = json.loads((Path(__file__).parents[1] / "golden" / "golden_public.json").read_text())["cases"]
 
-# What the file also holds: options of the objective that the default form does not use, by how many cases.
-OPTIONS = {
+# What the file also holds: options of the objective that do not exist yet, by how many cases.
+MISSING = {
     "advantage group_mean": 3,
     "advantage group_norm_population": 3,
     "advantage gae": 3,
@@ -29,33 +29,28 @@ OPTIONS = {
     "advantage min_max": 3,
     "advantage reinforce_pp": 3,
     "cispo": 10,
-    "gspo": 8,
     "kl": 9,
     "policy_loss clip_by_sign": 1,
-    "policy_loss sequence_mean": 8,
-    "policy_loss sequence_sum_norm": 8,
     "policy_loss_rollout": 4,
     "rollout_weights": 15,
     "softmax_kl": 3,
 }
-DEFAULT_FORM = {"advantage": 9, "group_filter": 13, "logprob": 4, "overlong": 4, "policy_loss": 18}
+TESTED = {"advantage": 9, "group_filter": 13, "gspo": 8, "logprob": 4, "overlong": 4, "policy_loss": 34}
 
 
-def option_of(case: Case) -> str | None:
-    """Name of the option a case is about; None for the default form."""
+def missing_option(case: Case) -> str | None:
+    """Name of the missing option a case is about; None where the case is tested."""
     kind, inputs = case["kind"], case["inputs"]
     if kind == "advantage":
         return None if inputs["mode"] == "group_norm" else f"advantage {inputs['mode']}"
-    if kind == "policy_loss":
-        if inputs.get("clip_by_sign"):
-            return "policy_loss clip_by_sign"
-        return None if inputs["agg"] == "token_mean" else f"policy_loss {inputs['agg']}"
-    return None if kind in DEFAULT_FORM else kind
+    if inputs.get("clip_by_sign"):
+        return f"{kind} clip_by_sign"
+    return None if kind in TESTED else kind
 
 
 def cases(kind: str) -> pytest.MarkDecorator:
-    """Parametrise over the default-form cases of a kind and, where tensors are used, both precisions."""
-    chosen = [case for case in CASES if case["kind"] == kind and option_of(case) is None]
+    """Parametrise over the tested cases of a kind."""
+    chosen = [case for case in CASES if case["kind"] == kind and missing_option(case) is None]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case["id"])
 
 
@@ -76,11 +71,10 @@ def flat(rows: list[list[float]], dtype: torch.dtype) -> Tensor:
 
 
 def test_every_case_of_the_file_is_accounted_for() -> None:
-    options = Counter(filter(None, map(option_of, CASES)))
-    default_form = Counter(case["kind"] for case in CASES if option_of(case) is None)
-    assert options == OPTIONS
-    assert default_form == DEFAULT_FORM
-    assert (len(CASES), default_form.total()) == (133, 48)
+    tested = Counter(case["kind"] for case in CASES if missing_option(case) is None)
+    assert Counter(filter(None, map(missing_option, CASES))) == MISSING
+    assert tested == TESTED
+    assert (len(CASES), tested.total()) == (133, 72)
 
 
 @cases("overlong")
@@ -105,22 +99,35 @@ def test_advantage(case: Case, dtype: torch.dtype) -> None:
     assert [value == 0 for value in result.tolist()] == [value == 0 for value in expected]  # zeros are exact
 
 
-@precisions
-@cases("policy_loss")
-def test_policy_loss(case: Case, dtype: torch.dtype) -> None:
+def check_loss(case: Case, loss: str, dtype: torch.dtype) -> None:
+    """Losses of tokens, their aggregate and its gradient, which is exactly 0 where the reference's is."""
     inputs, expected = case["inputs"], case["expected"]
     log_probs = flat(inputs["log_probs"], dtype).requires_grad_()
     lengths = torch.tensor([len(row) for row in inputs["log_probs"]])
     advantages = torch.tensor(inputs["advantages"], dtype=dtype).repeat_interleave(lengths)
+    responses = torch.arange(len(lengths)).repeat_interleave(lengths)
     mask = torch.ones(len(log_probs), dtype=torch.bool)
-    clip = ClipConfig(low=inputs["eps_low"], high=inputs["eps_high"], dual=inputs["dual_clip"])
-    result = policy_loss(log_probs, flat(inputs["old_log_probs"], dtype), advantages, mask, clip)
-    loss = aggregate(result.losses, mask)
-    (gradient,) = torch.autograd.grad(loss, log_probs)
-    assert_close(loss, expected["loss"], dtype)
+    clip = ClipConfig(low=inputs["eps_low"], high=inputs["eps_high"], dual=inputs.get("dual_clip"))
+    config = AlgorithmConfig(loss=loss, clip=clip)
+    result = policy_loss(log_probs, flat(inputs["old_log_probs"], dtype), advantages, mask, responses, config)
+    total = aggregate(result.losses, mask, responses, inputs["agg"], max_tokens=inputs["L_max"])
+    (gradient,) = torch.autograd.grad(total, log_probs)
+    assert_close(total, expected["loss"], dtype)
     assert_close(result.losses, [value for row in expected["token_loss"] for value in row], dtype)
     assert_close(gradient, [value for row in expected["grad"] for value in row], dtype)
     assert (gradient == 0).tolist() == [value == 0 for row in expected["grad"] for value in row]
+
+
+@precisions
+@cases("policy_loss")
+def test_policy_loss(case: Case, dtype: torch.dtype) -> None:
+    check_loss(case, "ppo_clip", dtype)
+
+
+@precisions
+@cases("gspo")
+def test_gspo(case: Case, dtype: torch.dtype) -> None:
+    check_loss(case, "gspo", dtype)
 
 
 @precisions
