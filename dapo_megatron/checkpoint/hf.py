@@ -13,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dapo_megatron.checkpoint import INDEX, SINGLE
 from dapo_megatron.errors import UserError
 from dapo_megatron.files import fsync
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 4 << 30
 
 

@@ -8,7 +8,12 @@ from dapo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Architecture:
-    """What Megatron needs to know of a model. Sizes are whole-model, before any sharding."""
+    """What Megatron needs to know of a model. Sizes are whole-model, before any sharding.
+
+    With experts (`num_experts` > 0) every layer has a router and `num_experts` MLPs of `expert_ffn_size`, of which each
+    token passes through the `experts_per_token` with the largest softmax weights. `norm_topk_prob`: those weights are
+    scaled to the sum 1. `ffn_size` is then of no use. `qk_norm`: RMSNorm over head_dim of each query and key head.
+    """
 
     hf_class: str
     num_layers: int
@@ -23,6 +28,11 @@ class Architecture:
     max_positions: int
     tied_embeddings: bool
     qkv_bias: bool
+    qk_norm: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    norm_topk_prob: bool = True
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Vocabulary rows in Megatron: rounded up so that every tensor-parallel rank holds the same number."""
@@ -47,7 +57,15 @@ def rope_theta(config: dict[str, Any]) -> float:
     return float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
-def dense_architecture(config: dict[str, Any], *, qkv_bias: bool) -> Architecture:
+def require_full_attention(config: dict[str, Any]) -> None:
+    """Refuse layers that see only a window of the tokens before them."""
+    rule = "attention is causal over all tokens"
+    require(not config.get("use_sliding_window"), config, "use_sliding_window", rule)
+    kinds = config.get("layer_types") or ["full_attention"]
+    require(set(kinds) == {"full_attention"}, config, "layer_types", rule)
+
+
+def dense_architecture(config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool = False) -> Architecture:
     """The fields that all Llama-like families spell the same way.
 
     Raises:
@@ -71,6 +89,7 @@ def dense_architecture(config: dict[str, Any], *, qkv_bias: bool) -> Architectur
             max_positions=int(config["max_position_embeddings"]),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
         )
     except KeyError as error:
         raise UserError(f"config.json: the key {error.args[0]!r} is missing") from None

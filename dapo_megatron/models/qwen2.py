@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from dapo_megatron.models.architecture import Architecture, dense_architecture, require
+from dapo_megatron.models.architecture import Architecture, dense_architecture, require_full_attention
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """Dimensions from a Qwen2ForCausalLM config.json."""
-    require(not config.get("use_sliding_window"), config, "use_sliding_window", "attention is causal over all tokens")
+    require_full_attention(config)
     return dense_architecture(config, qkv_bias=True)

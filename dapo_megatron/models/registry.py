@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.errors import UserError
-from dapo_megatron.models import SUPPORTED_ARCHITECTURES, llama, qwen2
+from dapo_megatron.models import SUPPORTED_ARCHITECTURES, llama, qwen2, qwen3, qwen3_moe
 from dapo_megatron.models.architecture import Architecture
 
-_FAMILIES = {"LlamaForCausalLM": llama.architecture, "Qwen2ForCausalLM": qwen2.architecture}
+_FAMILIES = {
+    "LlamaForCausalLM": llama.architecture,
+    "Qwen2ForCausalLM": qwen2.architecture,
+    "Qwen3ForCausalLM": qwen3.architecture,
+    "Qwen3MoeForCausalLM": qwen3_moe.architecture,
+}
 assert tuple(_FAMILIES) == SUPPORTED_ARCHITECTURES
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 72,
     "intermediate_size": 96,
@@ -21,6 +21,18 @@ LLAMA = {
     "vocab_size": 64,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 256,
+}
+QWEN3_MOE: dict[str, Any] = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
 }
 
 

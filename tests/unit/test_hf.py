@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dapo_megatron.checkpoint.hf import INDEX, SINGLE, HFReader, write_hf
+from dapo_megatron.checkpoint import INDEX, SINGLE
+from dapo_megatron.checkpoint.hf import HFReader, write_hf
 from dapo_megatron.errors import UserError
 
 TENSORS = {

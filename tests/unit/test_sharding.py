@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.models.sharding import FusedQKV, GateUp, Replicated, ShardRule, Split
-from dapo_megatron.models.table import dense_table, hf_shapes
+from dapo_megatron.models.table import hf_shapes, parameter_table
 
 Stretch = tuple[str, int | None, int, int]
 
@@ -113,15 +114,76 @@ def test_rank_reads_only_its_own_stretches(name: str, expected: list[Stretch]) -
     assert reader.asked == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_table_has_every_tensor_of_transformers(checkpoint: Callable[..., Path], family: str, tied: bool) -> None:
     folder = checkpoint(family, tied=tied)
     arch = architecture_of(folder)
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert hf_shapes(arch) == stored
-    rows = list(dense_table(arch))
+    rows = list(parameter_table(arch))
     assert list(hf_shapes(arch)) == [name for row in rows for name in row.hf_names]  # the order of export
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert (row.layer is not None) == ("layers." in row.name)
+        assert (row.expert is not None) == ("local_experts." in row.name)
+
+
+def test_table_of_experts(checkpoint: Callable[..., Path]) -> None:
+    rows = {row.name: row for row in parameter_table(architecture_of(checkpoint("qwen3_moe")))}
+    ours, theirs = "decoder.layers.2.mlp.", "model.layers.2.mlp."
+    assert rows[ours + "router.weight"].hf_names == (theirs + "gate.weight",)
+    fc1, fc2 = (rows[f"{ours}experts.local_experts.5.linear_fc{i}.weight"] for i in (1, 2))
+    assert fc1.hf_names == (theirs + "experts.5.gate_proj.weight", theirs + "experts.5.up_proj.weight")
+    assert fc2.hf_names == (theirs + "experts.5.down_proj.weight",)
+    assert (fc1.layer, fc1.expert, fc2.layer, fc2.expert) == (2, 5, 2, 5)
+    assert sum(row.expert is not None for row in rows.values()) == 4 * 8 * 2
+
+
+def shard_shapes(arch: Architecture, tensor: int, expert_tensor: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of what megatron-core's layers hold per layer, from the dimensions alone."""
+    hidden, head_dim, ffn = arch.hidden_size, arch.head_dim, arch.expert_ffn_size or arch.ffn_size
+    size = expert_tensor if arch.num_experts else tensor
+    return {
+        "linear_qkv.weight": ((arch.num_heads + 2 * arch.num_kv_heads) * head_dim // tensor, hidden),
+        "linear_proj.weight": (hidden, arch.num_heads * head_dim // tensor),
+        "q_layernorm.weight": (head_dim,),
+        "k_layernorm.weight": (head_dim,),
+        "router.weight": (arch.num_experts, hidden),
+        "linear_fc1.weight": (2 * ffn // size, hidden),
+        "linear_fc2.weight": (hidden, ffn // size),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tensor", "expert_tensor", "expert"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (1, 2, 4), (1, 3, 2), (2, 4, 8)]
+)
+def test_shards_of_all_ranks_make_the_checkpoint(
+    checkpoint: Callable[..., Path], family: str, tied: bool, tensor: int, expert_tensor: int, expert: int
+) -> None:
+    """Each tensor comes back byte by byte, from exactly one parameter, of experts from exactly one owner."""
+    folder = checkpoint(family, tied=tied)
+    arch = architecture_of(folder)
+    reader = RecordingReader(load_file(folder / "model.safetensors"))
+    expected = shard_shapes(arch, tensor, expert_tensor)
+    merged: dict[str, Tensor] = {}
+    for owner in range(expert):
+        per_owner = range(owner * arch.num_experts // expert, (owner + 1) * arch.num_experts // expert)
+        for row in parameter_table(arch):
+            if row.expert not in per_owner if row.expert is not None else owner != 0:
+                continue
+            size = tensor if row.expert is None else expert_tensor
+            shards = [row.rule.load(reader, row.hf_names, rank, size) for rank in range(size)]
+            shape = expected.get(".".join(row.name.split(".")[-2:]), tuple(shards[0].shape))
+            assert [tuple(shard.shape) for shard in shards] == [shape] * size, row.name
+            for name, whole in zip(row.hf_names, row.rule.merge(shards), strict=True):
+                assert name not in merged
+                merged[name] = whole
+    assert merged.keys() == reader.tensors.keys()
+    for name, whole in merged.items():
+        assert torch.equal(whole.view(torch.int32), reader.tensors[name].view(torch.int32)), name
