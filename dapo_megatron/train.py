@@ -34,7 +34,7 @@ def train(config: Config, layout: parallel.Layout) -> None:
         policy = Policy(config, layout)  # while the servers start
         state = load_latest(config, policy)
         with Monitor(config, config.run.dir, enabled=layout.rank == 0, start_step=state.step) as monitor:
-            feed = Feed(rollouts, config, layout, monitor.progress)
+            feed = Feed(rollouts, config, policy, monitor.progress)
             with WeightSync(config, policy, feed.servers()) as weights:
                 weights.verify(state.version)
                 if state.step == 0:

@@ -1,17 +1,48 @@
 """The vLLM servers that generate answers."""
 
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dapo_megatron.config.base import Section
 
 
 class FleetConfig(Section):
-    """Servers started and stopped by the run itself (`managed`)."""
+    """Where servers come from, and how each is started: by the run itself, or by `dapo-megatron serve`."""
 
-    servers: int = Field(1, ge=1, description="How many vLLM servers to start.")
+    mode: Literal["managed", "external", "colocated"] = Field(
+        "managed",
+        description="`managed`: the run starts and stops its servers, on the first trainer node. `external`: they were "
+        "started elsewhere, see launch/rollout_fleet.sh. `colocated`: on the trainers' own GPUs, taking turns. So far "
+        "only `managed` can run; `--dry-run` plans all three.",
+    )
+    urls: list[str] = Field(
+        default_factory=list, description="`external` only: base URLs of the servers, such as http://10.0.0.7:8000."
+    )
+    urls_file: str | None = Field(
+        None,
+        description="`external` only, instead of `urls`: a file with a URL a line, as launch/rollout_fleet.sh writes.",
+    )
+    token_env: str = Field(
+        "DAPO_SERVER_TOKEN",
+        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable with the token that opens the servers of `dapo-megatron serve`. Servers of a "
+        "`managed` fleet get a random one.",
+    )
+    servers: int = Field(1, ge=1, description="`managed` only: how many vLLM servers to start.")
     tensor: int = Field(1, ge=1, description="Tensor-parallel size of each server.")
+    python: str | None = Field(
+        None,
+        description="Python of the servers' environment, where it is not that of the command that starts them: a torch "
+        "that Transformer Engine was built for cannot be shared with vLLM. It has vLLM and this package.",
+    )
+    first_gpu: int | None = Field(
+        None,
+        ge=0,
+        description="`managed` only: first of the GPUs that servers use, `tensor` each, counted among those this node "
+        "shows to the trainer. null: the one after the trainer's ranks.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Weights' dtype in the servers, and on the wire of a weight push."
     )
@@ -32,3 +63,25 @@ class FleetConfig(Section):
     push_timeout: float = Field(600, gt=0, description="Deadline of one weight push, in seconds.")
     bucket_mb: float = Field(64, gt=0, description="Weights travel in buckets of about this many MiB.")
     extra_args: list[str] = Field(default_factory=list, description="More arguments for vLLM's API server.")
+
+    @model_validator(mode="after")
+    def _urls_belong_to_external_servers(self) -> "FleetConfig":
+        sources = [name for name in ("urls", "urls_file") if getattr(self, name)]
+        if self.mode == "external" and len(sources) != 1:
+            raise ValueError("mode is external: give exactly one of `urls` and `urls_file`")
+        if self.mode != "external" and sources:
+            raise ValueError(f"`{sources[0]}` is for mode external, not {self.mode}")
+        for url in self.urls:
+            _check_url(url)
+        return self
+
+
+def _check_url(url: str) -> None:
+    """Raises ValueError unless `url` is http(s)://host:port and nothing else."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port and not parts.path.strip("/")
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"urls: {url!r} must look like http://10.0.0.7:8000")

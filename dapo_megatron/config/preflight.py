@@ -10,17 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.checkpoint import INDEX, SINGLE
+from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.config.precision_rules import check_precision
 from dapo_megatron.config.run import Config
 from dapo_megatron.data.prompts import load_rows, tokenize
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
-from dapo_megatron.models.layout import check_layout
+from dapo_megatron.models.layout import check_layout, check_ranks
 from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.rollout.server import check_vllm
 from dapo_megatron.run_state.store import latest_state, read_run
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SAMPLE = 256  # prompts encoded to find one that fits, before all are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -31,21 +33,37 @@ def preflight(config: Config, num_ranks: int) -> None:
     Raises:
         UserError: for the first check that fails.
     """
-    architecture = check_model(Path(config.model.path))
-    check_lengths(config, architecture)
-    parallel = config.parallel
-    check_layout(architecture, parallel.tensor, parallel.pipeline, Path(config.model.path).name)
-    if num_ranks % (model_ranks := parallel.tensor * parallel.pipeline):
+    if config.fleet.mode != "managed" and config.rollout.replay is None:
         raise UserError(
-            f"--nproc {num_ranks} is not a multiple of parallel.tensor x parallel.pipeline = "
-            f"{parallel.tensor} x {parallel.pipeline} = {model_ranks}"
+            f"fleet.mode={config.fleet.mode} cannot run yet: only `managed` can, whose servers start on the node of "
+            "rank 0; --dry-run plans the others"
         )
+    check_plan(config, num_ranks, check_model(Path(config.model.path)))
+    check_machine(config, num_ranks)
+
+
+def check_plan(config: Config, num_ranks: int, architecture: Architecture) -> None:
+    """What follows from the configuration and the model's dimensions alone, on any machine."""
+    check_lengths(config, architecture)
+    check_layout(architecture, config.parallel, Path(config.model.path).name)
+    check_ranks(config.parallel, num_ranks, "--nproc")
+    check_precision(
+        architecture, config.training, config.optimizer, config.parallel, model=Path(config.model.path).name
+    )
+    if architecture.num_heads % config.fleet.tensor:
+        raise UserError(f"fleet.tensor={config.fleet.tensor} does not divide {architecture.num_heads} attention heads")
+
+
+def check_machine(config: Config, num_ranks: int) -> None:
+    """What this machine must have: a run folder, trackers, data, and servers or a recording."""
     check_run_dir(config, num_ranks)
     check_tracking(config)
+    check_te(config)
     if config.rollout.replay is not None:
         check_replay(Path(config.rollout.replay))
         return
-    check_fleet(config, architecture)
+    if config.fleet.mode == "managed":
+        check_fleet(config.fleet)
     check_data(config)
 
 
@@ -107,13 +125,12 @@ def check_lengths(config: Config, architecture: Architecture) -> None:
         )
 
 
-def check_fleet(config: Config, architecture: Architecture) -> None:
-    """vLLM is installed, the servers' layout fits the model, and their ports are free."""
-    fleet = config.fleet
-    if find_spec("vllm") is None:
+def check_fleet(fleet: FleetConfig) -> None:
+    """vLLM is installed, and the ports of servers that the run starts are free."""
+    if fleet.python is not None:
+        check_vllm(fleet.python)
+    elif find_spec("vllm") is None:
         raise UserError("vLLM is not installed: run `make setup` (CPU) or `pip install vllm==0.32.0` (GPU)")
-    if architecture.num_heads % fleet.tensor:
-        raise UserError(f"fleet.tensor={fleet.tensor} does not divide {architecture.num_heads} attention heads")
     if fleet.port is None:
         return
     for port in range(fleet.port, fleet.port + fleet.servers):
@@ -143,11 +160,21 @@ def check_run_dir(config: Config, num_ranks: int) -> None:
         return
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, but {state} holds a saved state: choose another run.dir or remove it")
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
-    layout = {"tensor": tensor, "pipeline": pipeline, "data": num_ranks // (tensor * pipeline)}
+    layout = config.parallel.layout(num_ranks)
     saved = read_run(state)["layout"]
     if saved != layout:
         raise UserError(f"run.resume: {state} was saved with the layout {saved}, this run has {layout}")
+
+
+def check_te(config: Config) -> None:
+    """Transformer Engine is installed where it is asked for, by name or by FP8."""
+    training = config.training
+    asked = "precision=fp8" if training.precision == "fp8" else f"layer_backend={training.layer_backend}"
+    if asked in ("precision=fp8", "layer_backend=te") and find_spec("transformer_engine") is None:
+        raise UserError(
+            f"training.{asked} needs Transformer Engine, which is not installed: run `pip install "
+            "'transformer-engine[pytorch]'` on a machine with CUDA, or use NVIDIA's PyTorch image"
+        )
 
 
 def check_replay(folder: Path) -> None:

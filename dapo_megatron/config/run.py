@@ -1,5 +1,6 @@
 """The root of a run's configuration and the rules that span sections."""
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -9,6 +10,7 @@ from dapo_megatron.config.base import Section
 from dapo_megatron.config.data import DataConfig
 from dapo_megatron.config.evaluation import EvaluationConfig
 from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.config.precision import packed_alignment, sequence_alignment
 from dapo_megatron.config.rollout import RolloutConfig
 from dapo_megatron.config.tracking import TrackingConfig
 from dapo_megatron.config.training import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -66,13 +68,26 @@ class Config(Section):
                 f"algorithm.overlong.cache_tokens ({self.algorithm.overlong.cache_tokens}) must not exceed "
                 f"rollout.max_tokens ({self.rollout.max_tokens})"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
-        if self.training.micro_batch_tokens < longest:
-            raise ValueError(
-                f"training.micro_batch_tokens ({self.training.micro_batch_tokens}) must hold the longest sequence: "
-                f"data.max_prompt_tokens + rollout.max_tokens = {longest}"
-            )
+        self._micro_batches_fit()
         return self
+
+    def _micro_batches_fit(self) -> None:
+        """A micro-batch holds the longest sequence with its padding, and ends where the layout and FP8 allow."""
+        size = self.training.micro_batch_tokens
+        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
+        alignment = sequence_alignment(self.training, self.parallel)
+        if size < (padded := math.ceil(longest / alignment) * alignment):
+            padding = f", padded to a multiple of {alignment}: {padded}" if padded > longest else ""
+            raise ValueError(
+                f"training.micro_batch_tokens ({size}) must hold the longest sequence: "
+                f"data.max_prompt_tokens + rollout.max_tokens = {longest}{padding}"
+            )
+        if size % (multiple := packed_alignment(self.training, self.parallel)):
+            below = size // multiple * multiple
+            raise ValueError(
+                f"training.micro_batch_tokens ({size}) must be a multiple of {multiple}, as parallel.context, "
+                f"parallel.sequence and FP8 ask; use {below if below >= padded else below + multiple}"
+            )
 
     @property
     def responses_per_step(self) -> int:

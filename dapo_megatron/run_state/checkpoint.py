@@ -20,6 +20,7 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.run_state.store import latest_state, publish, read_run, state_path, verify
 from dapo_megatron.run_state.writer import write_in_process
+from dapo_megatron.trainer.build import PolicyModel
 from dapo_megatron.trainer.optimizer import inner_optimizers
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import on_rank_zero
@@ -58,7 +59,8 @@ class RunState:
                 raise UserError(f"run.resume: {state} was saved with the {key} {saved}, this run has {here}")
         on_rank_zero(lambda: verify(state))
         loaded = dist_checkpointing.load(self._sharded(loading=True), str(state))
-        self.policy.model.load_state_dict(loaded["model"])
+        for key, chunk in _chunk_keys(self.policy).items():
+            chunk.load_state_dict(loaded[key])
         self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
         _set_random_state(loaded["random"])
@@ -104,10 +106,11 @@ class RunState:
             "distrib_optim_sharding_type": _SHARDING,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        model = policy.model.sharded_state_dict(metadata=metadata)
+        model = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunk_keys(policy).items()}
+        whole = model if len(model) > 1 else model["model"]
         return {
-            "model": model,
-            "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+            **model,
+            "optimizer": policy.optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata),
             "scheduler": policy.scheduler.state_dict(),
             "random": ShardedObject(
                 "random", _random_state(), (policy.layout.world_size,), (policy.layout.rank,), replica_id=0
@@ -131,11 +134,17 @@ def load_latest(config: Config, policy: Policy) -> RunState:
     return state
 
 
+def _chunk_keys(policy: Policy) -> dict[str, PolicyModel]:
+    """A rank's model chunks under the keys that megatron's optimizer looks for."""
+    if len(policy.chunks) == 1:
+        return {"model": policy.chunks[0]}
+    return {f"model{i}": chunk for i, chunk in enumerate(policy.chunks)}
+
+
 def _identity(policy: Policy) -> dict[str, dict[str, Any]]:
     """What a state and the run that continues from it must have in common."""
-    layout = policy.layout
     return {
-        "layout": {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
+        "layout": policy.config.parallel.layout(policy.layout.world_size),
         "precision": {"training.precision": policy.config.training.precision},
         "model": asdict(policy.arch),
     }

@@ -6,7 +6,7 @@ unadapted library would keep names that fail without CUDA.
 
 import warnings
 
-from dapo_megatron.trainer import device, no_te
+from dapo_megatron.trainer import device, no_te, precision
 
 # What the libraries tell their own developers, once per process and rank.
 for message in (
@@ -18,5 +18,6 @@ for message in (
 ):
     warnings.filterwarnings("ignore", message=message)
 
+precision.set_environment()  # before megatron-core imports Transformer Engine
 device.import_megatron()
 no_te.apply()

@@ -3,20 +3,68 @@
 A plan depends on the batch header alone (lengths and groups), so all ranks compute it without talking.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dapo_megatron.config.precision import packed_alignment, sequence_alignment
+from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
-from dapo_megatron.trainer.attention import PackedSequences, pack
+from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.trainer.attention import local_index, pack
 from dapo_megatron.trainer.build import Targets
+from dapo_megatron.trainer.layers import Backend, resolve_backend, te_packed
+from dapo_megatron.trainer.packing import CostModel, plan_micro_batches
+from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.types import BatchHeader, Int32, TokenBlock
 
-# Attention's share of a token's cost grows with its sequence: cost = length + length^2 / QUADRATIC_LENGTH.
-QUADRATIC_LENGTH = 8192
+
+@dataclass(frozen=True)
+class PackingRules:
+    """What a layout and a precision ask of packed micro-batches. Tokens are those of a whole context-parallel group."""
+
+    mini_batch: int  # responses per update
+    micro_batch_tokens: int  # most packed tokens of a micro-batch, padding included
+    data_ranks: int
+    context: int  # ranks that share each sequence
+    sequence_multiple: int  # each sequence is padded to a multiple of this
+    total_multiple: int  # and each micro-batch to a multiple of this
+    count_multiple: int  # of micro-batches per update
+    same_length: bool  # pad all micro-batches of a rank to the longest
+    cost: CostModel
+    backend: Backend  # whose attention reads the packed sequences
+
+    @classmethod
+    def of(cls, config: Config, arch: Architecture, layout: Layout) -> Self:
+        """The rules of a run.
+
+        Interleaved pipelines fill their chunks with groups of one micro-batch per stage, and megatron's exchange of
+        shapes before each transfer mixes up its two directions there: their micro-batches are of one length.
+        """
+        training, parallel = config.training, config.parallel
+        interleaved = parallel.virtual_pipeline > 1
+        return cls(
+            mini_batch=training.mini_batch,
+            micro_batch_tokens=training.micro_batch_tokens,
+            data_ranks=layout.data,
+            context=parallel.context,
+            sequence_multiple=sequence_alignment(training, parallel),
+            total_multiple=packed_alignment(training, parallel),
+            count_multiple=parallel.pipeline if interleaved else 1,
+            same_length=interleaved,
+            cost=CostModel.of(arch),
+            backend=resolve_backend(training),
+        )
+
+    def padded(self, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Lengths of sequences with their padding."""
+        return -(-lengths // self.sequence_multiple) * self.sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -27,65 +75,59 @@ class MiniBatchPlan:
     micro_batches: list[list[list[int]]]
 
 
-def plan_batch(
-    header: BatchHeader, *, mini_batch: int, data_ranks: int, micro_batch_tokens: int
-) -> list[MiniBatchPlan]:
+def plan_batch(header: BatchHeader, rules: PackingRules) -> list[MiniBatchPlan]:
     """Cut a batch into mini-batches of whole groups, and those into micro-batches.
 
-    Args:
-        header: the whole batch.
-        mini_batch: responses per update; ceil(R / mini_batch) updates, their sizes differing by at most a group.
-        data_ranks: data-parallel size.
-        micro_batch_tokens: most packed tokens of a micro-batch.
+    R responses make ceil(R / mini_batch) updates, their sizes differing by at most a group. Within one, responses
+    are spread over data ranks by predicted cost, not by their number.
 
     Raises:
         UserError: if a sequence is longer than a micro-batch may be.
     """
     num_groups = len(header.prompt_lengths)
-    updates = -(-header.num_responses // mini_batch)
+    updates = -(-header.num_responses // rules.mini_batch)
     plans = []
     for groups in np.array_split(np.arange(num_groups), updates) if num_groups else []:
         responses = np.flatnonzero(np.isin(header.groups, groups)).astype(np.int32)
-        plans.append(_plan_mini_batch(header, responses, data_ranks, micro_batch_tokens))
+        trained = responses[header.response_lengths[responses] > 0]
+        lengths = rules.padded(input_lengths(header)[trained])
+        if len(lengths) and lengths.max() > rules.micro_batch_tokens:
+            raise UserError(
+                f"training.micro_batch_tokens ({rules.micro_batch_tokens}) must hold the longest sequence, of "
+                f"{lengths.max()} tokens with padding"
+            )
+        parts = plan_micro_batches(
+            lengths,
+            ranks=rules.data_ranks,
+            budget=rules.micro_batch_tokens,
+            cost=rules.cost,
+            multiple=rules.count_multiple,
+        )
+        plans.append(MiniBatchPlan(responses, [[[int(trained[i]) for i in m] for m in rank] for rank in parts]))
     return plans
 
 
-def _plan_mini_batch(header: BatchHeader, responses: Int32, data_ranks: int, budget: int) -> MiniBatchPlan:
-    lengths = {int(r): int(header.sequence_lengths[r]) for r in responses if header.response_lengths[r] > 0}
-    if (longest := max(lengths.values(), default=0)) > budget:
-        raise UserError(f"training.micro_batch_tokens ({budget}) must hold the longest sequence, of {longest} tokens")
-    costs = {r: n + n * n / QUADRATIC_LENGTH for r, n in lengths.items()}
-    shares = _balance(sorted(lengths), costs, data_ranks)
-    count = max(1, *(-(-sum(lengths[r] for r in share) // budget) for share in shares))
-    while True:  # the first count with which every rank's greedy packing stays within the budget
-        bins = [_balance(share, lengths, count) for share in shares]
-        if all(sum(lengths[r] for r in micro) <= budget for share in bins for micro in share):
-            return MiniBatchPlan(responses, bins)
-        count += 1
-
-
-def _balance(items: Sequence[int], weights: dict[int, float] | dict[int, int], parts: int) -> list[list[int]]:
-    """Longest first into the part with the least weight. Deterministic; parts may stay empty."""
-    loads = [0.0] * parts
-    result: list[list[int]] = [[] for _ in range(parts)]
-    for item in sorted(items, key=lambda i: (-weights[i], i)):
-        lightest = min(range(parts), key=loads.__getitem__)
-        loads[lightest] += weights[item]
-        result[lightest].append(item)
-    return result
+def input_lengths(header: BatchHeader) -> Int32:
+    """Tokens of each sequence that enter the model, int32 [R]: the last response token is only a target."""
+    return header.sequence_lengths - 1
 
 
 @dataclass
 class MicroBatch:
-    """Packed sequences of one forward pass. n: response tokens; T: packed tokens. Sorted by length.
+    """Packed sequences of one forward pass on one rank. T: packed tokens of the context-parallel group, c its size.
 
-    A rank that has fewer responses than its peers gets micro-batches without any (n = 0, one token of padding).
+    n counts the response tokens whose log-probs this rank computes. Sequences are sorted by length. A rank that has
+    fewer responses than its peers gets micro-batches of padding alone (n = 0).
     """
 
-    input_ids: Tensor  # int64 [1, T]
-    packed: PackedSequences
+    input_ids: Tensor  # int64 [1, T / c]
+    packed: PackedSeqParams
+    total_length: int  # T
     targets: Targets  # [n]
     responses: Tensor  # int64 [n] index of each token's response in the batch header
+    batch_responses: int  # R, responses in that header
+    places: Tensor  # int64 [n] place of each token in its response
+    response_lengths: Tensor  # int64 [n] tokens of each token's response, on all ranks
     rollout_log_probs: Tensor  # fp32 [n]
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]
     old_log_probs: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]; last pipeline stage only
@@ -93,10 +135,14 @@ class MicroBatch:
 
 @dataclass
 class MiniBatch:
-    """This rank's micro-batches of one update; `num_tokens` counts response tokens over all ranks."""
+    """This rank's micro-batches of one update.
+
+    `num_tokens` counts response tokens and `num_responses` responses that have any, over all ranks.
+    """
 
     micro_batches: list[MicroBatch]
     num_tokens: int
+    num_responses: int
 
 
 @dataclass
@@ -137,50 +183,120 @@ def share_of(plans: list[MiniBatchPlan], data_rank: int) -> Int32:
 
 
 def build_batch(
-    header: BatchHeader, plans: list[MiniBatchPlan], tokens: TokenBlock, *, data_rank: int, device: torch.device
+    header: BatchHeader,
+    plans: list[MiniBatchPlan],
+    tokens: TokenBlock,
+    rules: PackingRules,
+    *,
+    data_rank: int,
+    context_rank: int,
+    device: torch.device,
 ) -> Batch:
     """Pack this rank's micro-batches. `tokens` holds at least `share_of(plans, data_rank)`."""
-    prompts = np.split(tokens.prompt_tokens, np.cumsum(tokens.prompt_lengths)[:-1])
-    ends = np.cumsum(tokens.response_lengths)[:-1]
-    responses, log_probs = np.split(tokens.response_tokens, ends), np.split(tokens.rollout_log_probs, ends)
-    rows = {int(r): (prompts[i], responses[i], log_probs[i]) for i, r in enumerate(tokens.responses)}
+    rows = _rows(tokens)
+    lengths = rules.padded(input_lengths(header))
+
+    def total(members: list[int]) -> int:
+        return -(-max(1, int(lengths[members].sum())) // rules.total_multiple) * rules.total_multiple
+
+    longest = max((total(m) for plan in plans for m in plan.micro_batches[data_rank]), default=0)
     mini_batches = []
     for plan in plans:
-        micro = [
-            _pack(sorted(m, key=lambda r: (len(rows[r][0]) + len(rows[r][1]), r)), rows, device)
-            for m in plan.micro_batches[data_rank]
-        ]
-        mini_batches.append(MiniBatch(micro, int(header.response_lengths[plan.responses].sum())))
+        micro_batches = []
+        for members in plan.micro_batches[data_rank]:
+            members = sorted(members, key=lambda r: (lengths[r], r))
+            packed = _pack(
+                [rows[r] for r in members], lengths[members], longest if rules.same_length else total(members)
+            )
+            micro_batches.append(packed.on_rank(context_rank, rules, header.num_responses, device))
+        trained = header.response_lengths[plan.responses]
+        mini_batches.append(MiniBatch(micro_batches, int(trained.sum()), int((trained > 0).sum())))
     return Batch(header, mini_batches)
 
 
-_Row = tuple[np.ndarray, np.ndarray, np.ndarray]
+@dataclass(frozen=True)
+class _Row:
+    """One response with its prompt."""
+
+    response: int
+    prompt: Int32
+    tokens: Int32
+    rollout_log_probs: NDArray[np.float32]
 
 
-def _pack(members: list[int], rows: dict[int, _Row], device: torch.device) -> MicroBatch:
-    """Lay sequences one after the other. The last response token is only a target, never an input."""
-    inputs, lengths, index, targets, ids, log_probs = [], [], [], [], [], []
-    start = 0
-    for r in members:
-        prompt, response, rollout = rows[r]
-        inputs.append(np.concatenate([prompt, response[:-1]]))
-        lengths.append(len(inputs[-1]))
-        index.append(start + len(prompt) - 1 + np.arange(len(response)))
-        targets.append(response)
-        ids.append(np.full(len(response), r))
-        log_probs.append(rollout)
-        start += lengths[-1]
-    if not members:
-        inputs, lengths = [np.zeros(1)], [1]
+def _rows(tokens: TokenBlock) -> dict[int, _Row]:
+    prompts = np.split(tokens.prompt_tokens, np.cumsum(tokens.prompt_lengths)[:-1])
+    ends = np.cumsum(tokens.response_lengths)[:-1]
+    responses, log_probs = np.split(tokens.response_tokens, ends), np.split(tokens.rollout_log_probs, ends)
+    columns = zip(tokens.responses, prompts, responses, log_probs, strict=False)  # of nothing, split makes one part
+    return {int(r): _Row(int(r), prompt, response, rollout) for r, prompt, response, rollout in columns}
 
-    def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        joined = np.concatenate(parts) if parts else np.zeros(0)
-        return torch.from_numpy(joined).to(device=device, dtype=dtype)
 
-    return MicroBatch(
-        input_ids=tensor(inputs, torch.long)[None],
-        packed=pack(lengths, device),
-        targets=Targets(tensor(index, torch.long), tensor(targets, torch.long)),
-        responses=tensor(ids, torch.long),
-        rollout_log_probs=tensor(log_probs, torch.float32),
+@dataclass(frozen=True)
+class _Packed:
+    """A whole micro-batch: one entry per token. Tokens that are followed by no response token have the target -1."""
+
+    lengths: list[int]
+    inputs: NDArray[np.int64]  # [T]
+    targets: NDArray[np.int64]  # [T]
+    responses: NDArray[np.int64]  # [T] of the target
+    places: NDArray[np.int64]  # [T] of the target in its response
+    response_lengths: NDArray[np.int64]  # [T]
+    rollout_log_probs: NDArray[np.float32]  # [T]
+
+    def on_rank(self, context_rank: int, rules: PackingRules, batch_responses: int, device: torch.device) -> MicroBatch:
+        """The tokens that one context-parallel rank holds."""
+        index = local_index(self.lengths, rules.context, context_rank).numpy()
+        packed: PackedSeqParams = (
+            te_packed(self.lengths, device)
+            if rules.backend == "te"
+            else pack(self.lengths, device, cp_size=rules.context, cp_rank=context_rank)
+        )
+        targets = self.targets[index]
+        here = np.flatnonzero(targets >= 0)
+        chosen = index[here]
+
+        def tensor(values: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        return MicroBatch(
+            input_ids=tensor(self.inputs[index])[None],
+            packed=packed,
+            total_length=len(self.inputs),
+            targets=Targets(tensor(here), tensor(targets[here])),
+            responses=tensor(self.responses[chosen]),
+            batch_responses=batch_responses,
+            places=tensor(self.places[chosen]),
+            response_lengths=tensor(self.response_lengths[chosen]),
+            rollout_log_probs=tensor(self.rollout_log_probs[chosen]),
+        )
+
+
+def _pack(rows: list[_Row], lengths: Int32, total: int) -> _Packed:
+    """Lay sequences one after the other, each padded on the right, and what is left as one sequence of padding.
+
+    Padding is a part of its sequence: attention is causal, so nothing real sees it, and it is nobody's target.
+    """
+    packed = _Packed(
+        lengths=[int(n) for n in lengths],
+        inputs=np.zeros(total, np.int64),
+        targets=np.full(total, -1, np.int64),
+        responses=np.zeros(total, np.int64),
+        places=np.zeros(total, np.int64),
+        response_lengths=np.zeros(total, np.int64),
+        rollout_log_probs=np.zeros(total, np.float32),
     )
+    start = 0
+    for row, length in zip(rows, packed.lengths, strict=True):
+        inputs = np.concatenate([row.prompt, row.tokens[:-1]])
+        packed.inputs[start : start + len(inputs)] = inputs
+        answer = slice(start + len(row.prompt) - 1, start + len(inputs))
+        packed.targets[answer] = row.tokens
+        packed.responses[answer] = row.response
+        packed.places[answer] = np.arange(len(row.tokens))
+        packed.response_lengths[answer] = len(row.tokens)
+        packed.rollout_log_probs[answer] = row.rollout_log_probs
+        start += length
+    if start < total:
+        packed.lengths.append(total - start)
+    return packed

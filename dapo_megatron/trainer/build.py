@@ -1,6 +1,6 @@
 """One way to build the model: architecture -> TransformerConfig -> PolicyModel, and weights in and out of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -19,12 +19,12 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.layout import check_layout
 from dapo_megatron.models.sharding import Reader
-from dapo_megatron.models.table import EMBEDDING, FINAL_NORM, OUTPUT, Parameter, dense_table, hf_shapes
-from dapo_megatron.trainer import device
-from dapo_megatron.trainer.attention import PackedCoreAttention, PackedRotary, RMSNorm
+from dapo_megatron.models.table import EMBEDDING, OUTPUT, Parameter, hf_shapes, parameter_table
+from dapo_megatron.trainer import device, no_te
+from dapo_megatron.trainer.attention import PackedRotary
+from dapo_megatron.trainer.layers import Backend, block_spec, fusion_fields, resolve_backend, te_parameter_name
 from dapo_megatron.trainer.log_probs import token_log_probs
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from dapo_megatron.trainer.precision import high_precision, transformer_fields
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,15 @@ class Targets:
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage returns log-probs and entropy of target tokens, never whole logits."""
+    """A GPTModel whose last stage returns log-probs and entropy of target tokens, never whole logits.
+
+    One chunk of it: all layers, a pipeline stage's, or one of several stretches of layers on a stage (`vp_stage`).
+    """
 
     temperature: float
     log_prob_chunk: int
     arch: Architecture
+    backend: Backend
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets, **kwargs: Any) -> Any:
         if not self.post_process:
@@ -50,6 +54,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        elif group.size() > 1:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         return token_log_probs(
             hidden_states[:, 0].index_select(0, labels.index),
             weight,
@@ -57,85 +66,134 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             vocab_size=self.arch.vocab_size,
             temperature=self.temperature,
             chunk=self.log_prob_chunk,
-            group=parallel_state.get_tensor_model_parallel_group(),
+            group=group,
         )
 
 
-def transformer_config(arch: Architecture, parallel: ParallelConfig, training: TrainingConfig) -> TransformerConfig:
-    """Megatron's configuration of `arch` in this layout and precision."""
-    dtype = DTYPES[training.precision]
-    return TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        activation_func=torch.nn.functional.silu,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=training.precision == "bf16",
-        variable_seq_lengths=True,  # packed micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # variable lengths over pipeline stages ask for it, also without experts
-        calculate_per_token_loss=True,  # gradients are divided by the mini-batch's token count, once
-        **device.model_config_overrides(),
-    )
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, training: TrainingConfig, backend: Backend
+) -> TransformerConfig:
+    """Megatron's configuration of `arch` in this layout and precision, with these layers."""
+    interleaved = parallel.virtual_pipeline > 1
+    fields: dict[str, Any] = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_kv_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.ffn_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "qk_layernorm": arch.qk_norm,
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "context_parallel_size": parallel.context,
+        "cp_comm_type": parallel.context_comm,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        # Two batched transfers between the same pair of ranks mix up their directions: interleaving two stages that
+        # way gives wrong gradients without an error.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "variable_seq_lengths": not interleaved,  # packed micro-batches differ in length
+        "moe_token_dispatcher_type": "alltoall",  # variable lengths over stages ask for it, also without experts
+        "calculate_per_token_loss": True,  # gradients are divided by the mini-batch's token count, once
+    }
+    if arch.num_experts:
+        fields |= _expert_fields(arch, training)
+    fusions = fusion_fields(backend, cuda=device.has_cuda(), weight_gradient=no_te.has_fused_weight_gradient())
+    return TransformerConfig(**fields, **fusions, **transformer_fields(training), **device.model_config_overrides())
+
+
+def _expert_fields(arch: Architecture, training: TrainingConfig) -> dict[str, Any]:
+    """Routers in fp32, and no token dropped."""
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.expert_ffn_size,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_router_pre_softmax": not arch.norm_topk_prob,  # softmax over the chosen is what normalising them gives
+        "moe_router_load_balancing_type": "aux_loss" if training.moe_aux_loss else "none",
+        "moe_aux_loss_coeff": training.moe_aux_loss,
+        "moe_router_dtype": "fp32",
+    }
 
 
 def build_model(
     arch: Architecture, parallel: ParallelConfig, training: TrainingConfig, *, temperature: float
-) -> PolicyModel:
-    """This rank's part of the model, with random weights, in the training precision, on the rank's device.
+) -> list[PolicyModel]:
+    """This rank's chunks of the model, with random weights, in the training precision, on the rank's device.
 
     Raises:
         UserError: if the layout does not fit the model.
     """
-    check_layout(arch, parallel.tensor, parallel.pipeline, arch.hf_class)
-    config = transformer_config(arch, parallel, training)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-    layers = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
-    model = PolicyModel(
-        config=config,
-        transformer_layer_spec=layers,
-        vocab_size=arch.padded_vocab(parallel.tensor),
-        max_sequence_length=arch.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=int(arch.rope_theta),
-    )
-    model.rotary_pos_emb = PackedRotary(arch.head_dim, arch.rope_theta)
-    model.arch, model.temperature, model.log_prob_chunk = arch, temperature, training.log_prob_chunk
-    model.to(device=device.current_device(), dtype=DTYPES[training.precision])
-    return model
+    check_layout(arch, parallel, arch.hf_class)
+    backend = resolve_backend(training)
+    config = transformer_config(arch, parallel, training, backend)
+    chunks = []
+    for i in range(parallel.virtual_pipeline):
+        vp_stage = i if parallel.virtual_pipeline > 1 else None
+        stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = PolicyModel(
+            config=config,
+            transformer_layer_spec=block_spec(arch, backend, get_num_layers_to_build(config, vp_stage)),
+            vocab_size=arch.padded_vocab(parallel.tensor),
+            max_sequence_length=arch.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=int(arch.rope_theta),
+            vp_stage=vp_stage,
+        )
+        if backend == "local":
+            model.rotary_pos_emb = PackedRotary(arch.head_dim, arch.rope_theta)
+        model.arch, model.backend = arch, backend
+        model.temperature, model.log_prob_chunk = temperature, training.log_prob_chunk
+        model.to(device=device.current_device(), dtype=config.params_dtype)
+        _separate_experts(model)
+        chunks.append(model)
+    return chunks
+
+
+def _separate_experts(model: PolicyModel) -> None:
+    """Mark the experts' parameters, whose gradients are reduced over other ranks than those of dense ones.
+
+    Megatron does so only where experts are spread over ranks. Without that, too, tensor-parallel ranks may hold whole
+    experts and route tokens of their own, or data-parallel ranks parts of one: the sums would silently be wrong.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
 
 
 def local_rows(model: PolicyModel) -> Iterator[tuple[str, Parameter]]:
-    """(name of the local parameter, table row) for the rows whose parameters this rank's stage holds."""
-    offset = get_transformer_layer_offset(model.config)
+    """(name of the local parameter, table row) for the rows whose parameters this chunk holds."""
+    offset = get_transformer_layer_offset(model.config, model.vp_stage)
+    experts = model.arch.num_experts // model.config.expert_model_parallel_size
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
     held = dict(model.named_parameters())
-    for row in dense_table(model.arch):
+    for row in parameter_table(model.arch):
         name = row.name
         if row.layer is not None:
-            name = name.replace(f"layers.{row.layer}.", f"layers.{row.layer - offset}.", 1)
             if not 0 <= row.layer - offset < len(model.decoder.layers):
                 continue
-        elif row.name == EMBEDDING and not model.pre_process and model.post_process and OUTPUT in held:
-            name = OUTPUT  # the last stage's copy of tied embeddings
-            if not model.arch.tied_embeddings:
+            name = name.replace(f"layers.{row.layer}.", f"layers.{row.layer - offset}.", 1)
+        if row.expert is not None:
+            if not 0 <= row.expert - first_expert < experts:
                 continue
+            name = name.replace(f"local_experts.{row.expert}.", f"local_experts.{row.expert - first_expert}.", 1)
+        if row.name == EMBEDDING and not model.pre_process and model.arch.tied_embeddings:
+            name = OUTPUT  # the last stage's copy of tied embeddings
+        if model.backend == "te":
+            name = te_parameter_name(name, model.arch)
         if name in held:
             yield name, row
 
@@ -151,10 +209,6 @@ def load_weights(model: PolicyModel, read: Reader) -> dict[str, Tensor]:
         UserError: if the checkpoint lacks a tensor or one has another shape than config.json says.
     """
     parameters = dict(model.named_parameters())
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
     shapes = hf_shapes(model.arch)
     shards: dict[str, Tensor] = {}
     for name, row in local_rows(model):
@@ -164,37 +218,54 @@ def load_weights(model: PolicyModel, read: Reader) -> dict[str, Tensor]:
                     f"model.path: {hf_name} has the shape {read.shape(hf_name)}, "
                     f"but config.json asks for {shapes[hf_name]}"
                 )
-        shards[name] = row.rule.load(read, row.hf_names, rank, size)
+        group = _shard_group(row)
+        shards[name] = row.rule.load(read, row.hf_names, group.rank(), group.size())
         parameters.pop(name).copy_(shards[name])
     if parameters:
         raise RuntimeError(f"no row of the parameter table fills {sorted(parameters)}")
     return shards
 
 
+def _shard_group(row: Parameter) -> dist.ProcessGroup:
+    """The ranks over which a row's parameter is split."""
+    group: dist.ProcessGroup = (
+        parallel_state.get_tensor_model_parallel_group()
+        if row.expert is None
+        else parallel_state.get_expert_tensor_parallel_group()
+    )
+    return group
+
+
 @torch.no_grad()
 def export_weights(
-    model: PolicyModel, value: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.data
+    chunks: Sequence[PolicyModel],
+    value: Callable[[torch.nn.Parameter], Tensor] = high_precision,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor), one parameter at a time, on every rank of one model replica.
+    """Yield (Hugging Face name, whole tensor), one parameter at a time, on every rank that takes part.
 
-    A collective over the replica's tensor- and pipeline-parallel groups: each of its ranks must consume it.
+    A collective over the tensor-, expert- and pipeline-parallel groups of the ranks with `Layout.sends_weights`: each
+    of them must consume it.
 
     Args:
-        model: this rank's part.
+        chunks: this rank's part.
         value: what to export of a parameter, of its shape (its data; a test exports its gradient).
     """
-    held = {row.name: name for name, row in local_rows(model) if not (row.name == EMBEDDING and name == OUTPUT)}
-    parameters = dict(model.named_parameters())
-    dtype = value(next(model.parameters())).dtype
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
-    for row in dense_table(model.arch):
+    model = chunks[0]
+    held: dict[str, torch.nn.Parameter] = {}
+    for chunk in chunks:
+        parameters = dict(chunk.named_parameters())
+        for name, row in local_rows(chunk):
+            if row.name != EMBEDDING or name != OUTPUT:  # not the last stage's copy
+                held[row.name] = parameters[name]
+    dtype = value(next(iter(held.values()))).dtype
+    for row in parameter_table(model.arch):
         whole: list[Tensor] | None = None
         if row.name in held:
-            shard = value(parameters[held[row.name]]).contiguous()
-            whole = row.rule.merge(_gather(shard, tensor_group) if row.rule.tensor_parallel else [shard])
-        if pipeline_group.size() > 1:
-            whole = _broadcast_from_stage(whole, row, model.arch, dtype, pipeline_group)
+            shard = value(held[row.name]).contiguous()
+            whole = row.rule.merge(_gather(shard, _shard_group(row)) if row.rule.tensor_parallel else [shard])
+        for group, owner in _owners(row, model):
+            if group.size() > 1:
+                whole = _broadcast(whole, row, model.arch, dtype, group, owner)
         assert whole is not None
         yield from zip(row.hf_names, whole, strict=True)
 
@@ -207,16 +278,31 @@ def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-def _broadcast_from_stage(
-    tensors: list[Tensor] | None, row: Parameter, arch: Architecture, dtype: torch.dtype, group: dist.ProcessGroup
+def _owners(row: Parameter, model: PolicyModel) -> Iterator[tuple[dist.ProcessGroup, int]]:
+    """The groups over which a row's tensors are spread, in the order of their broadcasts, and who has them there."""
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    stages = pipeline.size()
+    stage = 0 if row.name == EMBEDDING else stages - 1
+    if row.layer is not None:
+        chunk_layers = model.arch.num_layers // (stages * (model.config.virtual_pipeline_model_parallel_size or 1))
+        stage = row.layer // chunk_layers % stages  # chunks go round the stages
+    if row.expert is not None and pipeline.rank() == stage:
+        experts = parallel_state.get_expert_model_parallel_group()
+        yield experts, row.expert // (model.arch.num_experts // experts.size())
+    yield pipeline, stage
+
+
+def _broadcast(
+    tensors: list[Tensor] | None,
+    row: Parameter,
+    arch: Architecture,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    owner: int,
 ) -> list[Tensor]:
-    """Give every pipeline stage the tensors that one of them holds."""
-    per_stage = arch.num_layers // group.size()
-    stage = row.layer // per_stage if row.layer is not None else 0
-    if row.name in (FINAL_NORM, OUTPUT):
-        stage = group.size() - 1
+    """Give every rank of `group` the tensors of its rank `owner`."""
     shapes = hf_shapes(arch)
-    source = dist.get_global_rank(group, stage)
+    source = dist.get_global_rank(group, owner)
     received = []
     for i, name in enumerate(row.hf_names):
         tensor = (

@@ -16,15 +16,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # Modules of megatron-core that use CUDA, and the use that needs the replacement.
 PATCHED_MODULES: dict[str, str] = {
     "megatron.core.tensor_parallel.random": "RNG tracker and recompute: get_rng_state, manual_seed",
     "megatron.core.distributed.param_and_grad_buffer": "parameter and gradient buffers: current_device",
     "megatron.core.optimizer.clip_grads": 'norm of the gradients: zeros(device="cuda")',
+    "megatron.core.optimizer.grad_scaler": 'loss scale of fp16: tensor(device="cuda")',
     "megatron.core.optimizer.optimizer": 'constant loss scale: tensor(device="cuda")',
     "megatron.core.pipeline_parallel.schedules": 'token counter: zeros(device="cuda")',
     "megatron.core.pipeline_parallel.p2p_communication": "receive buffers: current_device, synchronize",
+    "megatron.core.tensor_parallel.mappings": "sequence parallelism: current_device of what is gathered",
+    "megatron.core.tensor_parallel.layers": "sequence parallelism: current_device of a gradient's shard",
+    "megatron.core.transformer.moe.router": "a router's weight: current_device",
+    "megatron.core.transformer.moe.token_dispatcher": "counts of tokens leave the GPU on a stream of their own",
     "megatron.core.utils": 'norm of a list of tensors: tensor(device="cuda")',
     "megatron.core.dist_checkpointing.strategies.state_dict_saver": "flag of a failed write: current_device",
     "megatron.core.dist_checkpointing.strategies.filesystem_async": "before writing: synchronize",
@@ -62,6 +68,13 @@ def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
+def gpu_memory() -> list[int]:
+    """Memory of each GPU of this machine, in bytes; empty where ranks compute on CPUs."""
+    if not has_cuda():
+        return []
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+
+
 def set_device(local_rank: int, threads: int) -> None:
     """Bind this process to its GPU, or limit it to its share of the cores."""
     if has_cuda():
@@ -97,6 +110,52 @@ class _StandIn(types.ModuleType):
         return getattr(self.__dict__["_wrapped"], name)
 
 
+class _NoStream:
+    """What stands for a CUDA stream and its events where everything is done when a call returns."""
+
+    def record_event(self) -> "_NoStream":
+        """The event."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+_NO_STREAM = _NoStream()
+
+
+def _counts_on_cpu(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Counts of tokens as collectives take them; megatron converts only what comes from a GPU."""
+    return counts.numpy() if as_numpy and isinstance(counts, torch.Tensor) else counts
+
+
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Any:
+    """`all_gather` of tensors of different length along the first dimension, which gloo refuses."""
+    longest = max(map(len, outputs))
+    if all(len(output) == longest for output in outputs):
+        return dist.all_gather(outputs, tensor, **options)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in outputs]
+    dist.all_gather(parts, padded, **options)
+    for output, part in zip(outputs, parts, strict=True):
+        output.copy_(part[: len(output)])
+    return None
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], *, group: dist.ProcessGroup) -> None:
+    """`reduce_scatter` of a list of tensors of different length along the first dimension, which gloo refuses."""
+    whole = torch.cat(inputs)
+    dist.all_reduce(whole, group=group)
+    output.copy_(whole.split([len(part) for part in inputs])[group.rank()])
+
+
+def _load_loss_scale(scaler: Any, state: dict[str, Any]) -> None:
+    """Restore fp16's loss scale; megatron moves it to the GPU."""
+    scaler._scale, scaler._growth_tracker = state["scale"], state["growth_tracker"]
+    scaler._hysteresis_tracker = state["hysteresis_tracker"]
+
+
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A tensor factory for which device="cuda" is the CPU."""
 
@@ -113,9 +172,15 @@ def _torch_stand_in() -> types.ModuleType:
         synchronize=lambda: None,  # p2p and checkpoints, before buffers are read
         get_rng_state=torch.get_rng_state,  # RNG tracker
         manual_seed=torch.default_generator.manual_seed,  # RNG tracker
+        Stream=lambda: _NO_STREAM,  # token dispatcher
+        current_stream=lambda: _NO_STREAM,  # token dispatcher
         random=types.SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state()),  # recompute
     )
-    return _StandIn(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    # Experts split over ranks: each rank has another number of tokens for them.
+    distributed = _StandIn(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    return _StandIn(
+        torch, cuda=cuda, distributed=distributed, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    )
 
 
 def _function(module: str, qualified: str) -> types.FunctionType:
@@ -183,5 +248,7 @@ def import_megatron() -> None:
         _expect_cpu_types(_function(*place))
     for place in MOVES:
         _stay_on_cpu(_function(*place))
+    modules["megatron.core.transformer.moe.token_dispatcher"].maybe_move_tensor_to_cpu = _counts_on_cpu  # type: ignore[attr-defined]
+    modules["megatron.core.optimizer.grad_scaler"].DynamicGradScaler.load_state_dict = _load_loss_scale
     # The tracker restores the state through a queue of CUDA calls that never runs here.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.rollout.handle import Rollouts, StopRun
 from dapo_megatron.trainer import device
 from dapo_megatron.trainer.batching import Batch, build_batch, plan_batch, share_of
-from dapo_megatron.trainer.parallel import Layout
+from dapo_megatron.trainer.policy import Policy
 
 # Kind of work, done, total, text.
 ShowProgress = Callable[[str, float, float, str], None]
@@ -20,8 +20,9 @@ class Feed:
     Waiting never happens inside a collective: an answer of 20,000 tokens takes longer than their timeouts.
     """
 
-    def __init__(self, rollouts: Rollouts, config: Config, layout: Layout, show: ShowProgress) -> None:
-        self._rollouts, self._config, self._layout, self._show = rollouts, config, layout, show
+    def __init__(self, rollouts: Rollouts, config: Config, policy: Policy, show: ShowProgress) -> None:
+        self._rollouts, self._config, self._show = rollouts, config, show
+        self._layout, self._packing = policy.layout, policy.packing
 
     def servers(self) -> Sequence[tuple[str, str]]:
         """Wait until all servers are healthy; their URLs and tokens. Empty for a recording."""
@@ -40,14 +41,17 @@ class Feed:
         header = self._rollouts.wait(step, self._progress("rollout"))
         if isinstance(header, StopRun):
             return header
-        plans = plan_batch(
-            header,
-            mini_batch=self._config.training.mini_batch,
-            data_ranks=self._layout.data,
-            micro_batch_tokens=self._config.training.micro_batch_tokens,
-        )
+        plans = plan_batch(header, self._packing)
         tokens = self._rollouts.tokens(step, share_of(plans, self._layout.data_rank))
-        return build_batch(header, plans, tokens, data_rank=self._layout.data_rank, device=device.current_device())
+        return build_batch(
+            header,
+            plans,
+            tokens,
+            self._packing,
+            data_rank=self._layout.data_rank,
+            context_rank=self._layout.context_rank,
+            device=device.current_device(),
+        )
 
     def evaluate(self, name: str) -> dict[str, Any] | None:
         """Scores on the held-out prompts: on rank 0, where `evaluation.data` is given and there are servers."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 
@@ -24,7 +23,7 @@ def token_log_probs(
     """log softmax(hidden W^T / T) at `tokens`, and the entropy of the same distribution.
 
     Args:
-        hidden: [n, H], the same on every rank of `group`.
+        hidden: [n, H], the same on every rank of `group`; each rank's gradient is its own rows' part of it.
         weight: [V / ranks, H], this rank's rows of the output embedding; rows past `vocab_size` are padding.
         tokens: int64 [n].
         vocab_size: true vocabulary size V.
@@ -35,8 +34,6 @@ def token_log_probs(
     Returns:
         log-probs fp32 [n], differentiable; entropy fp32 [n], in nats, detached.
     """
-    if group.size() > 1:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     log_probs, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, tokens, vocab_size, temperature, chunk, group
     )

@@ -5,15 +5,31 @@ megatron-core is developed with Transformer Engine; these are the places where i
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 from typing import Any
 
 import torch
 
 
+@functools.cache
 def has_te() -> bool:
-    """Whether Transformer Engine is installed."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Whether megatron-core uses Transformer Engine: installed alone is not enough, it cannot always be imported."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ImportError:
+        return False
+    return True
+
+
+def te_version() -> str | None:
+    """Version of Transformer Engine; None where it cannot be used."""
+    return importlib.metadata.version("transformer-engine") if has_te() else None
+
+
+def has_fused_weight_gradient() -> bool:
+    """Whether apex is installed with its kernel that adds weight gradients to the fp32 buffers."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 @functools.cache  # a second call would wrap the fixes again

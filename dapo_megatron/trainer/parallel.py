@@ -1,5 +1,6 @@
 """Process groups: torch.distributed under torchrun, and Megatron's groups on top of it."""
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dapo_megatron.config.training import ParallelConfig
-from dapo_megatron.errors import UserError
+from dapo_megatron.models.layout import check_ranks
 from dapo_megatron.trainer import device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -17,21 +18,36 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place. Global rank order is Megatron's: tensor fastest, then data, then pipeline."""
+    """This rank's place. Global rank order is Megatron's: tensor fastest, then context, data and pipeline.
+
+    `expert_rank` and `expert_tensor_rank` are the rank's place among the owners of the experts, which are spread over
+    the tensor-, context- and data-parallel ranks of a pipeline stage.
+    """
 
     rank: int
     world_size: int
     tensor: int
     tensor_rank: int
+    context: int
+    context_rank: int
     pipeline: int
     pipeline_rank: int
     data: int
     data_rank: int
+    expert: int
+    expert_rank: int
+    expert_tensor: int
+    expert_tensor_rank: int
 
     @property
     def sends_weights(self) -> bool:
-        """Whether this rank's replica is the one that is exported and pushed."""
-        return self.data_rank == 0
+        """Whether this rank takes part in exporting the weights.
+
+        Of each pipeline stage these are the first ranks that hold every dense and every expert shard, in whole
+        tensor-parallel and expert-parallel groups.
+        """
+        per_stage = self.world_size // self.pipeline
+        return self.rank % per_stage < math.lcm(self.tensor, self.expert * self.expert_tensor)
 
 
 def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) -> Layout:
@@ -40,7 +56,7 @@ def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) 
     Calling it again with another layout rebuilds Megatron's groups on the same processes.
 
     Raises:
-        UserError: if the number of ranks is not a multiple of tensor x pipeline.
+        UserError: if the layout does not fit the number of ranks or the backend.
     """
     if not dist.is_initialized():
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -51,16 +67,16 @@ def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) 
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(device.backend(), rank=0, world_size=1, store=store)
-    model_ranks = parallel.tensor * parallel.pipeline
-    if dist.get_world_size() % model_ranks:
-        raise UserError(
-            f"parallel.tensor x parallel.pipeline ({parallel.tensor} x {parallel.pipeline}) must divide "
-            f"the number of ranks ({dist.get_world_size()})"
-        )
+    check_ranks(parallel, dist.get_world_size(), "torchrun")
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -69,8 +85,14 @@ def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) 
         world_size=dist.get_world_size(),
         tensor=parallel.tensor,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context=parallel.context,
+        context_rank=parallel_state.get_context_parallel_rank(),
         pipeline=parallel.pipeline,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         data=parallel_state.get_data_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
+        expert=parallel.expert,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor=parallel.expert_tensor,
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )

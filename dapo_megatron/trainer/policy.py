@@ -12,18 +12,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dapo_megatron.algorithm.aggregation import aggregate
-from dapo_megatron.algorithm.policy_loss import policy_loss
+from dapo_megatron.algorithm.policy_loss import policy_loss, response_log_ratio_sums
 from dapo_megatron.checkpoint.hf import HFReader
+from dapo_megatron.config.precision_rules import check_precision
 from dapo_megatron.config.run import Config
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.trainer import device
-from dapo_megatron.trainer.batching import Batch, MicroBatch, MiniBatch
+from dapo_megatron.trainer.batching import Batch, MicroBatch, MiniBatch, PackingRules
 from dapo_megatron.trainer.build import build_model, export_weights, load_weights
 from dapo_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from dapo_megatron.trainer.parallel import Layout
+from dapo_megatron.trainer.precision import check_machine
 
 # Summed over the tokens of a mini-batch and divided by their number, and taken at their largest.
-MEANS = ("loss", "clip_high", "clip_low", "clip_dual", "entropy", "log_ratio_abs", "rollout_diff")
+MEANS = ("clip_high", "clip_low", "clip_dual", "entropy", "log_ratio_abs", "rollout_diff")
 MAXIMA = ("ratio_max", "rollout_diff_max")
 Metrics = dict[str, float]
 _Outputs = tuple[Tensor, Tensor]  # log-probs fp32 [n], entropy fp32 [n]
@@ -48,17 +50,25 @@ class Policy:
         config: the run's configuration.
         layout: this rank's place in it.
         checkpoint: Hugging Face folder to load; `config.model.path` where None.
+
+    Raises:
+        UserError: if the model, the layout, the precision and this machine do not fit together.
     """
 
     def __init__(self, config: Config, layout: Layout, checkpoint: str | None = None) -> None:
         path = checkpoint or config.model.path
         self.config, self.layout, self.arch = config, layout, architecture_of(path)
-        self.model = build_model(self.arch, config.parallel, config.training, temperature=config.rollout.temperature)
-        masters = load_weights(self.model, HFReader(path))
-        self.ddp = wrap_data_parallel(self.model)
-        self.optimizer = build_optimizer(self.ddp, config.optimizer, masters)
+        check_precision(self.arch, config.training, config.optimizer, config.parallel, model=path)
+        check_machine(config.training, config.optimizer, config.parallel)
+        self.packing = PackingRules.of(config, self.arch, layout)
+        self.chunks = build_model(self.arch, config.parallel, config.training, temperature=config.rollout.temperature)
+        masters = [load_weights(chunk, HFReader(path)) for chunk in self.chunks]
+        self.ddp = wrap_data_parallel(self.chunks, config.training)
+        self.optimizer = build_optimizer(self.ddp, config.optimizer, config.training, masters)
         self.scheduler = build_scheduler(self.optimizer, config.optimizer)
-        self.model.config.finalize_model_grads_func = finalize_model_grads
+        megatron_config = self.chunks[0].config
+        megatron_config.finalize_model_grads_func = finalize_model_grads
+        megatron_config.grad_scale_func = self.optimizer.scale_loss  # fp16's loss scale; 1 otherwise
 
     def log_probs(self, batch: Batch) -> list[Tensor]:
         """Log-probs of the response tokens under the current weights, per micro-batch of this rank.
@@ -73,11 +83,12 @@ class Policy:
         if not micro_batches:
             return []
 
-        def collect(micro: MicroBatch, outputs: _Outputs, non_loss_data: bool) -> Tensor:
-            return outputs[0]
+        def collect(micro: MicroBatch, outputs: _Outputs) -> tuple[Tensor, Tensor, Tensor]:
+            loss = outputs[0].sum()  # megatron wants one
+            return loss, torch.zeros_like(loss, dtype=torch.int), outputs[0]
 
         with torch.no_grad():
-            stored = self._run(micro_batches, collect, forward_only=True, collect_non_loss_data=True)
+            stored = self._run(micro_batches, collect, forward_only=True)
         return stored or [torch.empty(0)] * len(micro_batches)
 
     def start_step(self) -> None:
@@ -85,13 +96,22 @@ class Policy:
         self.scheduler.step(1)
 
     def update(self, mini_batch: MiniBatch) -> Metrics:
-        """One optimizer step on a mini-batch. Returns metrics over the whole mini-batch, the same on every rank."""
+        """One optimizer step on a mini-batch. Returns metrics over the whole mini-batch, the same on every rank.
+
+        Raises:
+            RuntimeError: if a gradient is not finite. Not with fp16, whose loss scale is then lowered and the step
+                skipped, which the metric `skipped_updates` counts.
+        """
         metrics = self.gradients(mini_batch)
         succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded:
+        if not succeeded and self.config.training.precision != "fp16":
             raise RuntimeError("the optimizer step was skipped: gradients are not finite")
         device.release_memory()
-        return metrics | {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
+        return metrics | {
+            "grad_norm": float(grad_norm) if succeeded else float("nan"),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "skipped_updates": float(not succeeded),
+        }
 
     def gradients(self, mini_batch: MiniBatch, *, force_all_reduce: bool = False) -> Metrics:
         """Fill the main gradients with those of the mini-batch's loss; metrics over all its tokens.
@@ -100,14 +120,20 @@ class Policy:
             mini_batch: this rank's micro-batches.
             force_all_reduce: leave the whole reduced gradient on every rank, not only the rank's share.
         """
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        stored = self._run(mini_batch.micro_batches, self._loss, forward_only=False, force_all_reduce=force_all_reduce)
+        stored = self._run(
+            mini_batch.micro_batches,
+            partial(self._loss, mini_batch),
+            forward_only=False,
+            force_all_reduce=force_all_reduce,
+        )
         return self._reduce(stored, mini_batch.num_tokens)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of all weights; a collective over the ranks of one model replica."""
-        return export_weights(self.model)
+        """(Hugging Face name, tensor) of all weights; a collective over the ranks with `layout.sends_weights`."""
+        return export_weights(self.chunks)
 
     def _run(self, micro_batches: list[MicroBatch], loss: Callable[..., Any], **options: Any) -> list[Any]:
         """Megatron's schedule over the micro-batches; what `loss` stored, on the last pipeline stage."""
@@ -120,42 +146,74 @@ class Policy:
         schedule: Callable[..., list[Any]] = get_forward_backward_func()
         return schedule(
             forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=[self.ddp],
+            data_iterator=[iter(micro_batches) for _ in self.ddp],
+            model=self.ddp,
             num_microbatches=len(micro_batches),
-            seq_length=self.config.training.micro_batch_tokens,  # unused: packed batches have their own lengths
+            seq_length=micro_batches[0].total_length,  # used by interleaved pipelines alone: there all are alike
             micro_batch_size=1,
             **options,
         )
 
-    def _loss(self, micro: MicroBatch, outputs: _Outputs) -> tuple[Tensor, Tensor, Tensor]:
-        """(sum of the tokens' losses, their number, metrics [MEANS + MAXIMA]) of one micro-batch."""
+    def _loss(self, mini_batch: MiniBatch, micro: MicroBatch, outputs: _Outputs) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, tokens, metrics [1 + MEANS + MAXIMA]) of one micro-batch.
+
+        Megatron sums the losses over micro-batches, data- and context-parallel ranks and divides by the sum of the
+        tokens. Every part of `aggregate` is a share of the mini-batch's loss; times the mini-batch's tokens, which
+        the division takes out again, it is exact for every aggregation.
+        """
         log_probs, entropy = outputs
         mask = torch.ones_like(log_probs, dtype=torch.bool)
-        result = policy_loss(log_probs, micro.old_log_probs, micro.advantages, mask, self.config.algorithm.clip)
-        total = aggregate(result.losses, mask, num_tokens=1)  # Megatron divides by the mini-batch's count
+        algorithm = self.config.algorithm
+        result = policy_loss(
+            log_probs,
+            micro.old_log_probs,
+            micro.advantages,
+            mask,
+            micro.responses,
+            algorithm,
+            sequence_log_ratio=self._sequence_log_ratio(micro, log_probs) if algorithm.loss == "gspo" else None,
+        )
+        loss = aggregate(
+            result.losses,
+            mask,
+            micro.responses,
+            algorithm.aggregation,
+            max_tokens=self.config.rollout.max_tokens,
+            num_tokens=mini_batch.num_tokens,
+            num_responses=mini_batch.num_responses,
+            response_lengths=micro.response_lengths,
+        )
         with torch.no_grad():
             log_ratio = (log_probs - micro.old_log_probs).abs()
             rollout_diff = (micro.old_log_probs - micro.rollout_log_probs).abs()
-            sums = (result.losses, result.clipped_high, result.clipped_low, result.clipped_dual, entropy,
-                    log_ratio, rollout_diff)  # fmt: skip
+            sums = (result.clipped_high, result.clipped_low, result.clipped_dual, entropy, log_ratio, rollout_diff)
             largest = (result.ratio, rollout_diff)
             stored = torch.stack(
-                [value.double().sum() for value in sums]
+                [loss.double()]
+                + [value.double().sum() for value in sums]
                 + [value.double().amax() if len(value) else value.double().sum() for value in largest]
             )
-        if not len(log_probs):
-            total = total + log_probs.sum() * 0.0  # a rank without tokens still takes part in the backward pass
+        # A micro-batch without tokens still takes part in the backward pass.
+        total = loss * mini_batch.num_tokens if len(log_probs) else log_probs.sum() * 0.0
         return total, torch.tensor(len(log_probs), dtype=torch.int, device=log_probs.device), stored
 
+    def _sequence_log_ratio(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
+        """For each token the mean log-ratio of its whole response, of which this rank may hold a part. fp64 [n]."""
+        mask = torch.ones_like(log_probs, dtype=torch.bool)
+        sums = response_log_ratio_sums(log_probs, micro.old_log_probs, mask, micro.responses, micro.batch_responses)
+        if self.layout.context > 1:
+            dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
+        return sums[micro.responses] / micro.response_lengths
+
     def _reduce(self, stored: list[Tensor], num_tokens: int) -> Metrics:
-        """Metrics of the mini-batch over micro-batches, data ranks and (by broadcast) pipeline stages."""
-        values = torch.zeros(len(MEANS) + len(MAXIMA), dtype=torch.float64, device=device.current_device())
+        """Metrics of the mini-batch over micro-batches, data and context ranks and (by broadcast) pipeline stages."""
+        num_sums = 1 + len(MEANS)
+        values = torch.zeros(num_sums + len(MAXIMA), dtype=torch.float64, device=device.current_device())
         if stored:
             every = torch.stack(stored)
-            values = torch.cat([every[:, : len(MEANS)].sum(0), every[:, len(MEANS) :].amax(0)])
-        sums, maxima = values[: len(MEANS)].contiguous(), values[len(MEANS) :].contiguous()
-        data_group = parallel_state.get_data_parallel_group()
+            values = torch.cat([every[:, :num_sums].sum(0), every[:, num_sums:].amax(0)])
+        sums, maxima = values[:num_sums].contiguous(), values[num_sums:].contiguous()
+        data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=data_group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=data_group)
         if self.layout.pipeline > 1:
@@ -163,5 +221,6 @@ class Policy:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(sums, last, group=group)
             dist.broadcast(maxima, last, group=group)
-        means = {name: value / max(1, num_tokens) for name, value in zip(MEANS, sums.tolist(), strict=True)}
-        return means | dict(zip(MAXIMA, maxima.tolist(), strict=True))
+        loss, *means = sums.tolist()
+        averages = {name: value / max(1, num_tokens) for name, value in zip(MEANS, means, strict=True)}
+        return {"loss": loss} | averages | dict(zip(MAXIMA, maxima.tolist(), strict=True))

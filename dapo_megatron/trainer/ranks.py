@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,10 +45,15 @@ def gather_by_response(micro_batches: Sequence[MicroBatch], values: Sequence[Ten
 
     Ranks that are not on the last pipeline stage bring empty tensors. Small batches only: everything is pickled.
     """
-    local: dict[int, Tensor] = {}
-    for micro, tokens in zip(micro_batches, values, strict=True):
-        if len(tokens):
-            local |= {r: tokens[micro.responses == r].cpu() for r in micro.responses.unique().tolist()}
+    local = [
+        (micro.responses.cpu(), micro.places.cpu(), tokens.cpu())
+        for micro, tokens in zip(micro_batches, values, strict=True)
+        if len(tokens)
+    ]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, local)
-    return {r: tokens for part in parts for r, tokens in part.items()}
+    found: dict[int, dict[int, Tensor]] = {}  # a response's tokens may lie on several context-parallel ranks
+    for responses, places, tokens in (micro for part in parts for micro in part):
+        for response, place, token in zip(responses.tolist(), places.tolist(), tokens, strict=True):
+            found.setdefault(response, {})[place] = token
+    return {r: torch.stack([tokens[place] for place in range(len(tokens))]) for r, tokens in found.items()}

@@ -2,7 +2,8 @@
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -137,9 +138,11 @@ class WeightSync:
             truncated=np.zeros(count, bool),
             versions=np.zeros((count, 2), np.int32),
         )
-        layout = self._policy.layout
-        budget = max(self._config.training.micro_batch_tokens, len(prompt) + PROBE_TOKENS)
-        plans = plan_batch(header, mini_batch=count, data_ranks=layout.data, micro_batch_tokens=budget)
+        layout, packing = self._policy.layout, self._policy.packing
+        longest = int(packing.padded(np.array([len(prompt) + PROBE_TOKENS], np.int32))[0])
+        budget = max(packing.micro_batch_tokens, -(-longest // packing.total_multiple) * packing.total_multiple)
+        packing = replace(packing, mini_batch=count, micro_batch_tokens=budget)
+        plans = plan_batch(header, packing)
         members = share_of(plans, layout.data_rank)
         block = TokenBlock(
             responses=members,
@@ -149,25 +152,37 @@ class WeightSync:
             response_tokens=np.array([t for r in members for t in answers[r].token_ids], np.int32),
             rollout_log_probs=np.array([v for r in members for v in answers[r].log_probs], np.float32),
         )
-        batch = build_batch(header, plans, block, data_rank=layout.data_rank, device=device.current_device())
+        batch = build_batch(
+            header,
+            plans,
+            block,
+            packing,
+            data_rank=layout.data_rank,
+            context_rank=layout.context_rank,
+            device=device.current_device(),
+        )
         return gather_by_response(batch.micro_batches(), self._policy.log_probs(batch))
 
     @torch.no_grad()
     def _add_noise(self) -> list[Tensor]:
         """Perturb every parameter, alike wherever a parameter has copies; returns the originals."""
-        parameters = dict(self._policy.model.named_parameters())
-        kept = [parameter.detach().clone() for parameter in parameters.values()]
-        for name, row in local_rows(self._policy.model):
-            parameter = parameters[name]
-            generator = torch.Generator().manual_seed(zlib.crc32(row.name.encode()))
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            parameter.add_((noise * parameter.float().std() * NOISE).to(parameter.dtype))
+        kept = [parameter.detach().clone() for parameter in self._parameters()]
+        for chunk in self._policy.chunks:
+            parameters = dict(chunk.named_parameters())
+            for name, row in local_rows(chunk):
+                parameter = parameters[name]
+                generator = torch.Generator().manual_seed(zlib.crc32(row.name.encode()))
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+                parameter.add_((noise * parameter.float().std() * NOISE).to(parameter.dtype))
         return kept
 
     @torch.no_grad()
     def _restore(self, kept: list[Tensor]) -> None:
-        for parameter, original in zip(self._policy.model.parameters(), kept, strict=True):
+        for parameter, original in zip(self._parameters(), kept, strict=True):
             parameter.copy_(original)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for chunk in self._policy.chunks for parameter in chunk.parameters())
 
 
 async def _sample(servers: Sequence[Server], prompt: Sequence[int], sampling: Sampling) -> list[Generated]:

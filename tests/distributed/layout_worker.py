@@ -1,4 +1,4 @@
-"""Under torchrun: loss, log-probs and gradients of one batch in several layouts, against a stored reference."""
+"""Under torchrun: everything that a training step computes, in many layouts, against stored references."""
 
 import json
 import sys
@@ -9,84 +9,111 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from dapo_megatron.config.run import Config
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.build import export_weights
-from dapo_megatron.trainer.policy import Policy
+from dapo_megatron.trainer.policy import Metrics, Policy
 from dapo_megatron.trainer.ranks import gather_by_response
-from tests.batches import load_batch, make_config, old_log_probs
+from dapo_megatron.trainer.verify_layout import compare, compute_in_fp64, nearby_log_probs, random_batch
+from tests.batches import make_config
+
+# Name, and what it replaces in the `algorithm` section. Responses' ratios stay nearer to 1 than tokens'.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip": {"low": 0.05, "high": 0.07}},
+}
+UPDATES = 2
 
 
-def compute_in_fp64(policy: Policy) -> None:
-    """Forward and backward passes in fp64; the main gradients stay fp32.
+def make_policy(model: str, case: dict[str, Any]) -> Policy:
+    """The policy of a case, with an optimizer whose updates show a wrong gradient.
 
-    SmolLM2's residual stream reaches 23,000, so fp32 arithmetic alone is off by 5e-5 of the exact gradient on one
-    rank already. With fp64 what remains are the layout's own errors.
+    Adam's own updates hardly depend on the gradient's scale and blow rounding up where it is near zero; an epsilon of
+    the gradient's size makes them depend on it, smoothly. Clipping acts, so that a wrong norm shows as well.
     """
-    for parameter in policy.model.parameters():
-        parameter.data = parameter.data.double()
-    policy.model.config.params_dtype = policy.model.config.pipeline_dtype = torch.float64
-
-
-def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """One layout: metrics, and tensors `log_probs/<response>` and `grad/<name>` on the ranks of replica 0."""
-    config = make_config(model, parallel=case.get("parallel", {}), training=case.get("training", {}))
+    config = make_config(
+        model,
+        parallel=case.get("parallel", {}),
+        training={"mini_batch": 32} | case.get("training", {}),
+        rollout={"prompts_per_step": 8},
+        optimizer={"lr": 0.05, "eps": 1e-3, "clip_grad": 0.05},
+    )
     policy = Policy(config, parallel.initialize(config.parallel, seed=1, threads=1))
     if case.get("arithmetic") == "fp64":
         compute_in_fp64(policy)
-    batch = load_batch(policy)
+    return policy
+
+
+def set_objective(config: Config, changes: dict[str, Any]) -> None:
+    config.algorithm = type(config.algorithm).model_validate(changes)
+
+
+def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, Metrics], dict[str, Tensor]]:
+    """Metrics by objective; tensors on the ranks that export."""
+    policy = make_policy(model, case)
+    batch = random_batch(policy)
     own = policy.log_probs(batch)
-    every = gather_by_response(batch.micro_batches(), own)
-    old = old_log_probs(batch.header, every)
-    batch.set_old_log_probs(
-        [
-            torch.cat([old[r] for r in dict.fromkeys(micro.responses.tolist())])
-            if len(micro.responses)
-            else torch.empty(0)
-            for micro in batch.micro_batches()
-        ]
-    )
+    results = {f"log_probs/{r}": values for r, values in gather_by_response(batch.micro_batches(), own).items()}
+    batch.set_old_log_probs(nearby_log_probs(batch, own))
     (mini_batch,) = batch.mini_batches()
-    metrics = policy.gradients(mini_batch, force_all_reduce=True)
-    results = {f"log_probs/{r}": values for r, values in every.items()}
-    if policy.layout.sends_weights:
-        results |= {f"grad/{name}": g.clone() for name, g in export_weights(policy.model, lambda p: p.main_grad)}
-    batch.set_old_log_probs(own)
-    on_policy = policy.gradients(mini_batch)
-    metrics["on_policy_log_ratio"], metrics["on_policy_clipped"] = (
-        on_policy["log_ratio_abs"],
-        on_policy["clip_high"] + on_policy["clip_low"],
-    )
+    metrics: dict[str, Metrics] = {}
+    for name, changes in OBJECTIVES.items():
+        if name not in case.get("objectives", OBJECTIVES):
+            continue
+        set_objective(policy.config, changes)
+        metrics[name] = policy.gradients(mini_batch, force_all_reduce=True)
+        if policy.layout.sends_weights:
+            gradients = export_weights(policy.chunks, lambda parameter: parameter.main_grad)
+            results |= {f"grad {name}/{parameter}": g.clone() for parameter, g in gradients}
+    set_objective(policy.config, OBJECTIVES["token_mean"])
+    if case.get("arithmetic") != "fp64":
+        changes, metrics["updates"] = update(policy, mini_batch)
+        results |= {f"change/{name}": change for name, change in changes.items()}
+    batch.set_old_log_probs(policy.log_probs(batch))
+    metrics["on_policy"] = policy.gradients(mini_batch)
     return metrics, results
 
 
-def compare(results: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
-    for name, expected in reference.items():
-        found = results[name]
-        assert found.shape == expected.shape, name
-        yield name, float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+def update(policy: Policy, mini_batch: Any) -> tuple[dict[str, Tensor], Metrics]:
+    """How the weights change in two updates, and the norm of each gradient."""
+    sends = policy.layout.sends_weights
+    before = {name: weight.clone() for name, weight in policy.export()} if sends else {}
+    policy.start_step()
+    norms = {f"grad_norm_{i}": policy.update(mini_batch)["grad_norm"] for i in range(UPDATES)}
+    return {name: weight - before[name] for name, weight in policy.export()} if sends else {}, norms
+
+
+def outcome_of(case: dict[str, Any], metrics: dict[str, Metrics], results: dict[str, Tensor]) -> dict[str, Any]:
+    """Metrics, and the largest error of each kind of tensor with its name."""
+    reference = Path(case["reference"])
+    if case.get("is_reference"):
+        save_file({name: tensor.contiguous() for name, tensor in results.items()}, reference)
+    expected = load_file(reference)
+    assert results.keys() == expected.keys()
+    worst: dict[str, tuple[float, str]] = {}
+    for name, error in compare(results.items(), expected.__getitem__).items():
+        kind = name.partition("/")[0]
+        worst[kind] = max(worst.get(kind, (0.0, "")), (error, name))
+    return {"metrics": metrics, "worst": worst}
+
+
+def outcomes(cases: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for case in cases:
+        metrics, results = run_case(case["model"], case)
+        if dist.get_rank() == 0:
+            yield case["name"], outcome_of(case, metrics, results)
+        dist.barrier()
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    outcome: dict[str, Any] = {}
-    for case in job["cases"]:
-        metrics, results = run_case(job["model"], case)
-        if dist.get_rank() == 0:
-            reference = Path(job["reference"])
-            if case.get("is_reference"):
-                save_file(results, reference)
-            errors = dict(compare(results, load_file(reference)))
-            worst = max(errors, key=errors.__getitem__)
-            outcome[case["name"]] = {
-                "metrics": metrics,
-                "worst": worst,
-                "error": errors[worst],
-                "compared": len(errors),
-            }
-        dist.barrier()
+    torch.manual_seed(0)
+    found = dict(outcomes(job["cases"]))
     if dist.get_rank() == 0:
-        Path(job["result"]).write_text(json.dumps(outcome))
+        Path(job["result"]).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

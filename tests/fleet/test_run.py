@@ -133,8 +133,9 @@ def test_exported_model_is_the_policy(recorded: Path, config_path: Path) -> None
     assert RunState(config, policy).restore()
     header, tokens = Journal(recorded / "rollouts").read(STEPS)
     block = select(header, tokens, np.arange(header.num_responses, dtype=np.int32))
-    plans = plan_batch(header, mini_batch=32, data_ranks=1, micro_batch_tokens=512)
-    batch = build_batch(header, plans, block, data_rank=0, device=torch.device("cpu"))
+    rules = policy.packing
+    plans = plan_batch(header, rules)
+    batch = build_batch(header, plans, block, rules, data_rank=0, context_rank=0, device=torch.device("cpu"))
     model = load(recorded / "hf")
     prompts = np.split(block.prompt_tokens, np.cumsum(block.prompt_lengths)[:-1])
     for micro, ours in zip(batch.micro_batches(), policy.log_probs(batch), strict=True):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dapo_megatron.trainer import attention as attention_module
 from dapo_megatron.trainer.attention import (
     MAX_EXPLICIT_LENGTH,
     MAX_PADDING,
@@ -15,6 +16,8 @@ from dapo_megatron.trainer.attention import (
     PackedRotary,
     RMSNorm,
     causal_attention,
+    chunk_attention,
+    local_index,
     pack,
 )
 
@@ -136,6 +139,79 @@ def test_packed_attention_gives_padding_no_gradient() -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, reference)
+
+
+def test_local_index_takes_an_early_and_a_late_chunk() -> None:
+    assert local_index([8, 16], 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert local_index([8, 16], 2, 1).tolist() == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(2, 5))
+def test_ranks_share_the_tokens_and_the_work(chunks: list[int], cp_size: int) -> None:
+    lengths = sorted(2 * cp_size * chunk for chunk in chunks)
+    whole = pack(lengths, CPU)
+    indices = [local_index(lengths, cp_size, rank) for rank in range(cp_size)]
+    assert sorted(torch.cat(indices).tolist()) == list(range(sum(lengths)))
+    parts = [pack(lengths, CPU, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+    for index, part in zip(indices, parts, strict=True):
+        assert part.positions.tolist() == whole.positions[index].tolist()
+        assert part.cu_seqlens_q.tolist() == part.cu_seqlens_kv.tolist() == whole.cu_seqlens_q.tolist()
+        assert part.max_seqlen_q == part.max_seqlen_kv == max(lengths)
+    keys_seen = [int((part.positions + 1).sum()) for part in parts]
+    assert len(set(keys_seen)) == 1
+
+
+def test_sequence_that_does_not_divide_into_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sequence of 12 tokens does not divide into 2 x 4 chunks"):
+        pack([8, 12], CPU, cp_size=4, cp_rank=1)
+
+
+@pytest.mark.parametrize(("rows", "explicit"), [(512, 128), (3, 128), (3, 0), (512, 7)])
+@settings(deadline=None, max_examples=15)
+@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=6), cp_size=st.integers(2, 3))
+def test_ranks_together_attend_as_one(rows: int, explicit: int, lengths: list[int], cp_size: int) -> None:
+    """Without processes: every rank gets the gathered keys and values by hand."""
+    lengths = sorted(2 * cp_size * length for length in lengths)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    query, key, value = inputs = [
+        torch.randn(sum(lengths), 1, h, 4, generator=generator, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)
+    ]
+    expected = PackedCoreAttention(SimpleNamespace())(*inputs, packed_seq_params=pack(lengths, CPU))
+    indices = [local_index(lengths, cp_size, rank) for rank in range(cp_size)]
+    gathered = torch.cat([key, value], -1)[torch.cat(indices), 0]
+    found = torch.zeros_like(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "QUERY_ROWS", rows)
+        patch.setattr(attention_module, "MAX_EXPLICIT_LENGTH", explicit)
+        patch.setattr(attention_module, "_GatherContext", SimpleNamespace(apply=lambda local, group: gathered))
+        for rank, index in enumerate(indices):
+            packed = pack(lengths, CPU, cp_size=cp_size, cp_rank=rank)
+            attended = PackedCoreAttention(SimpleNamespace())(
+                query[index], key[index], value[index], packed_seq_params=packed
+            )
+            found = found.index_copy(0, index, attended)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        for ours, reference in zip(
+            torch.autograd.grad((found * weights).sum(), inputs),
+            torch.autograd.grad((expected * weights).sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, reference)
+
+
+@pytest.mark.parametrize("length", [8, 2 * MAX_EXPLICIT_LENGTH])
+def test_chunk_attention_returns_the_precision_of_its_queries(length: int) -> None:
+    query, key, value = random_qkv(1, 4, 2, length, torch.float32)
+    half = length // 2
+    positions = torch.arange(half, length)[None]
+    key_value = torch.cat([key, value], -1)
+    found = chunk_attention(query[:, :, half:].bfloat16(), key_value, positions, 1)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), causal_attention(query, key, value)[:, :, half:], atol=3e-2, rtol=3e-2)
+    found.float().sum().backward()
+    assert key.grad is not None
+    assert key.grad.dtype == torch.float32
 
 
 def test_rotary_angles_equal_those_of_transformers() -> None:

@@ -11,12 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.errors import UserError
-from dapo_megatron.trainer.batching import Batch, MicroBatch, build_batch, plan_batch, share_of
+from dapo_megatron.trainer.batching import Batch, MicroBatch, PackingRules, build_batch, plan_batch, share_of
+from dapo_megatron.trainer.packing import CostModel
 from dapo_megatron.types import BatchHeader, TokenBlock
 from tests.batches import make_batch, rows_of
 
 CPU = torch.device("cpu")
-STREAM = np.arange(1000, dtype=np.int64)
+VOCAB = 1000
+RULES = PackingRules(
+    mini_batch=16,
+    micro_batch_tokens=96,
+    data_ranks=1,
+    context=1,
+    sequence_multiple=1,
+    total_multiple=1,
+    count_multiple=1,
+    same_length=False,
+    cost=CostModel(8192.0),
+    backend="local",
+)
 
 
 def header_of(prompt_lengths: list[int], response_lengths: list[int]) -> BatchHeader:
@@ -45,69 +58,99 @@ def headers(draw: st.DrawFn) -> BatchHeader:
 
 
 @settings(deadline=None)
-@given(headers(), st.integers(1, 4), st.integers(1, 4), st.integers(40, 200))
-def test_plan(header: BatchHeader, groups_per_update: int, data_ranks: int, budget: int) -> None:
+@given(
+    header=headers(),
+    groups_per_update=st.integers(1, 4),
+    data_ranks=st.integers(1, 4),
+    budget=st.integers(48, 200),
+    sequence_multiple=st.sampled_from([1, 4, 12]),
+    count_multiple=st.sampled_from([1, 2, 3]),
+)
+def test_plan(
+    header: BatchHeader,
+    groups_per_update: int,
+    data_ranks: int,
+    budget: int,
+    sequence_multiple: int,
+    count_multiple: int,
+) -> None:
     group_size = header.num_responses // len(header.prompt_lengths)
-    options = {
-        "mini_batch": groups_per_update * group_size,
-        "data_ranks": data_ranks,
-        "micro_batch_tokens": budget,
-    }
-    plans = plan_batch(header, **options)
-    assert plan_batch(header, **options)[0].micro_batches == plans[0].micro_batches  # every rank's own computation
+    rules = replace(
+        RULES,
+        mini_batch=groups_per_update * group_size,
+        data_ranks=data_ranks,
+        micro_batch_tokens=budget,
+        sequence_multiple=sequence_multiple,
+        count_multiple=count_multiple,
+    )
+    plans = plan_batch(header, rules)
+    assert plan_batch(header, rules)[0].micro_batches == plans[0].micro_batches  # every rank's own computation
 
     placed = Counter(r for plan in plans for rank in plan.micro_batches for micro in rank for r in micro)
     assert placed == Counter(np.flatnonzero(header.response_lengths).tolist())  # exactly once; empty ones never
     assert [r for plan in plans for r in plan.responses] == list(range(header.num_responses))  # in draw order
     for plan in plans:
         assert len(plan.micro_batches) == data_ranks
-        assert len({len(rank) for rank in plan.micro_batches}) == 1  # else ranks wait for each other for ever
+        (count,) = {len(rank) for rank in plan.micro_batches}  # else ranks wait for each other for ever
+        assert count % count_multiple == 0
         for micro in (micro for rank in plan.micro_batches for micro in rank):
             assert set(micro) <= set(plan.responses.tolist())
-            assert header.sequence_lengths[micro].sum() <= budget
+            inputs = header.sequence_lengths[micro] - 1
+            assert (-(-inputs // sequence_multiple) * sequence_multiple).sum() <= budget
     sizes = [len(plan.responses) for plan in plans]
     assert all(size % group_size == 0 for size in sizes)
     assert max(sizes) - min(sizes) <= group_size
-    assert max(sizes) <= options["mini_batch"]
+    assert max(sizes) <= rules.mini_batch
 
 
 @pytest.mark.parametrize("data_ranks", [1, 2, 5])
 def test_long_and_short_sequences_give_equal_counts(data_ranks: int) -> None:
     """Five sequences of 100 tokens beside five of 20, at 100 tokens a micro-batch."""
-    header = header_of([10, 10], [90] * 5 + [10] * 5)
-    (plan,) = plan_batch(header, mini_batch=10, data_ranks=data_ranks, micro_batch_tokens=100)
+    header = header_of([10, 10], [91] * 5 + [11] * 5)
+    (plan,) = plan_batch(header, replace(RULES, data_ranks=data_ranks, micro_batch_tokens=100))
     counts = [len(rank) for rank in plan.micro_batches]
     assert counts == [-(-6 // data_ranks)] * data_ranks  # 600 tokens
 
 
-def test_work_is_balanced_over_ranks() -> None:
-    header = header_of([10] * 8, [90, 10, 10, 10] * 8)
-    (plan,) = plan_batch(header, mini_batch=32, data_ranks=4, micro_batch_tokens=500)
-    loads = [sum(int(header.sequence_lengths[r]) for micro in rank for r in micro) for rank in plan.micro_batches]
-    assert max(loads) - min(loads) <= 20
+def test_ranks_share_the_cost_not_the_number_of_responses() -> None:
+    """Where attention dominates, two sequences of 400 tokens cost as much as 32 of 100."""
+    header = header_of([10], [391] * 2 + [91] * 32)
+    rules = replace(RULES, mini_batch=34, data_ranks=3, micro_batch_tokens=4096, cost=CostModel(1e-3))
+    (plan,) = plan_batch(header, rules)
+    sizes = sorted(sum(map(len, rank)) for rank in plan.micro_batches)
+    lengths = header.sequence_lengths - 1
+    costs = [sum(int(lengths[r]) ** 2 for micro in rank for r in micro) for rank in plan.micro_batches]
+    assert max(costs) == 220_000  # of 640,000: 213,333 each cannot be had of steps of 10,000
+    assert sizes[0] < sizes[-1]
 
 
 def test_more_ranks_than_responses() -> None:
-    (plan,) = plan_batch(header_of([5], [3, 0]), mini_batch=2, data_ranks=3, micro_batch_tokens=64)
-    assert plan.micro_batches == [[[0]], [[]], [[]]]
+    (plan,) = plan_batch(header_of([5], [3, 0]), replace(RULES, data_ranks=3))
+    assert sorted(plan.micro_batches) == [[[]], [[]], [[0]]]
 
 
 def test_empty_batch_has_no_updates() -> None:
     none = np.zeros(0, np.int32)
     header = replace(header_of([1], [1]), groups=none, prompt_lengths=none, response_lengths=none)
-    assert plan_batch(header, mini_batch=4, data_ranks=2, micro_batch_tokens=8) == []
+    assert plan_batch(header, RULES) == []
 
 
 def test_sequence_longer_than_a_micro_batch_is_refused() -> None:
-    with pytest.raises(UserError, match=r"training\.micro_batch_tokens \(29\).* 30 tokens"):
-        plan_batch(header_of([10], [20, 5]), mini_batch=2, data_ranks=1, micro_batch_tokens=29)
+    with pytest.raises(UserError, match=r"training\.micro_batch_tokens \(30\).* 32 tokens with padding"):
+        plan_batch(header_of([10], [20, 5]), replace(RULES, micro_batch_tokens=30, sequence_multiple=4))
 
 
-def build(data_rank: int = 0, data_ranks: int = 1, mini_batch: int = 16) -> tuple[BatchHeader, TokenBlock, Batch]:
-    header, tokens = make_batch(STREAM)
-    plans = plan_batch(header, mini_batch=mini_batch, data_ranks=data_ranks, micro_batch_tokens=96)
-    share = share_of(plans, data_rank)
-    return header, tokens, build_batch(header, plans, select(tokens, share), data_rank=data_rank, device=CPU)
+def build(
+    rules: PackingRules = RULES, data_rank: int = 0, context_rank: int = 0
+) -> tuple[BatchHeader, TokenBlock, Batch]:
+    header, tokens = make_batch(VOCAB)
+    plans = plan_batch(header, rules)
+    share = select(tokens, share_of(plans, data_rank))
+    return (
+        header,
+        tokens,
+        build_batch(header, plans, share, rules, data_rank=data_rank, context_rank=context_rank, device=CPU),
+    )
 
 
 def select(tokens: TokenBlock, members: np.ndarray) -> TokenBlock:
@@ -152,29 +195,89 @@ def test_micro_batches_hold_each_sequence_and_its_targets() -> None:
 
 def test_ranks_share_the_batch() -> None:
     header, _, whole = build()
-    parts = [build(data_rank=rank, data_ranks=2)[2] for rank in range(2)]
+    parts = [build(replace(RULES, data_ranks=2), data_rank=rank)[2] for rank in range(2)]
     members = [r for part in parts for micro in part.micro_batches() for r in micro.responses.unique().tolist()]
     assert sorted(members) == sorted(r for micro in whole.micro_batches() for r in micro.responses.unique().tolist())
     for part in parts:
         assert [mini.num_tokens for mini in part.mini_batches()] == [int(header.response_lengths.sum())]
+        assert [mini.num_responses for mini in part.mini_batches()] == [15]  # one of 16 is empty
 
 
 def test_mini_batches_count_their_own_tokens() -> None:
-    header, _, batch = build(mini_batch=8)
+    header, _, batch = build(replace(RULES, mini_batch=8))
     assert batch.num_updates == 2
     expected = [int(header.response_lengths[:8].sum()), int(header.response_lengths[8:].sum())]
     assert [mini.num_tokens for mini in batch.mini_batches()] == expected
+    assert [mini.num_responses for mini in batch.mini_batches()] == [7, 8]
 
 
-def test_rank_without_responses_gets_a_token_of_padding() -> None:
+@pytest.mark.parametrize(("total_multiple", "context", "length"), [(1, 1, 1), (12, 1, 12), (12, 2, 6)])
+def test_rank_without_responses_gets_padding(total_multiple: int, context: int, length: int) -> None:
     header = header_of([5], [3])
     tokens = TokenBlock(*(np.zeros(0, dtype) for dtype in (np.int32,) * 5), np.zeros(0, np.float32))
-    plans = plan_batch(header, mini_batch=1, data_ranks=2, micro_batch_tokens=64)
-    (micro,) = build_batch(header, plans, tokens, data_rank=1, device=CPU).micro_batches()
-    assert micro.input_ids.tolist() == [[0]]
+    rules = replace(RULES, data_ranks=2, total_multiple=total_multiple, context=context, sequence_multiple=2 * context)
+    plans = plan_batch(header, rules)
+    empty = next(rank for rank in range(2) if not plans[0].micro_batches[rank][0])
+    batch = build_batch(header, plans, tokens, rules, data_rank=empty, context_rank=0, device=CPU)
+    (micro,) = batch.micro_batches()
+    assert micro.input_ids.tolist() == [[0] * length]
     assert micro.input_ids.dtype == torch.int64
-    assert micro.packed.cu_seqlens_q.tolist() == [0, 1]
+    assert micro.packed.cu_seqlens_q.tolist() == [0, total_multiple]
     assert len(micro.targets.index) == len(micro.targets.tokens) == len(micro.responses) == 0
+
+
+def test_padding_is_nobodys_target() -> None:
+    """Sequences end at multiples of 8, micro-batches at multiples of 20; every target is where it was."""
+    _, tokens, batch = build(replace(RULES, sequence_multiple=8, total_multiple=20, micro_batch_tokens=100))
+    rows = rows_of(tokens)
+    for micro in batch.micro_batches():
+        assert micro.total_length == micro.input_ids.numel()
+        assert micro.total_length % 20 == 0
+        members = list(dict.fromkeys(micro.responses.tolist()))
+        for response, sequence in itertools.zip_longest(members, sequences(micro)):
+            if response is None:
+                assert set(sequence) <= {0}  # what the micro-batch was filled up with
+                continue
+            prompt, answer, _ = rows[response]
+            inputs = [*prompt, *answer[:-1]]
+            assert sequence == inputs + [0] * (-len(inputs) % 8)
+        assert micro.targets.tokens.tolist() == np.concatenate([rows[r][1] for r in members]).tolist()
+
+
+def test_micro_batches_of_an_interleaved_pipeline_are_of_one_length() -> None:
+    _, _, batch = build(replace(RULES, same_length=True, count_multiple=2, micro_batch_tokens=120, mini_batch=8))
+    assert len({micro.input_ids.numel() for micro in batch.micro_batches()}) == 1
+    assert all(len(mini.micro_batches) % 2 == 0 for mini in batch.mini_batches())
+
+
+def test_context_parallel_ranks_hold_each_token_once() -> None:
+    """Together they have the inputs, targets and places that one rank has."""
+    rules = replace(RULES, sequence_multiple=4, total_multiple=4)
+    _, tokens, whole = build(rules)
+    parts = [build(replace(rules, context=2), context_rank=rank)[2] for rank in range(2)]
+    for micro, *halves in zip(whole.micro_batches(), *(part.micro_batches() for part in parts), strict=True):
+        assert [half.input_ids.numel() * 2 for half in halves] == [micro.input_ids.numel()] * 2
+        found = {
+            (response, place): (target, half.input_ids[0, index].item(), rollout)
+            for half in halves
+            for response, place, target, index, rollout in zip(
+                half.responses.tolist(),
+                half.places.tolist(),
+                half.targets.tokens.tolist(),
+                half.targets.index.tolist(),
+                half.rollout_log_probs.tolist(),
+                strict=True,
+            )
+        }
+        assert len(found) == len(micro.responses)
+        for response in micro.responses.unique().tolist():
+            prompt, answer, rollout = rows_of(tokens)[response]
+            before = [prompt[-1], *answer[:-1]]
+            expected = list(zip(answer.tolist(), before, rollout.tolist(), strict=True))
+            assert [found[response, place] for place in range(len(answer))] == expected
+        for half in halves:
+            lengths = [len(rows_of(tokens)[r][1]) for r in half.responses.tolist()]
+            assert half.response_lengths.tolist() == lengths
 
 
 def test_advantages_and_old_log_probs_reach_their_tokens() -> None:

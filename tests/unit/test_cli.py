@@ -10,8 +10,12 @@ import yaml
 from config_helpers import write_config, write_model
 
 from dapo_megatron import cli
+from dapo_megatron.config import preflight
+from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.load import load_config
 from dapo_megatron.config.run import Config
+from dapo_megatron.planning.plan import plan, servers
+from tests.models import REPOSITORY
 
 
 @pytest.fixture
@@ -23,21 +27,22 @@ def config_file(tmp_path: Path) -> Path:
 def test_dry_run_prints_the_resolved_config_and_the_plan(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", str(config_file), "run.steps=3", "--nproc", "2", "training.mini_batch=4", "--dry-run"]
     assert cli.main(arguments) == 0
-    resolved, _, plan = capsys.readouterr().out.partition("\n\n")
+    resolved, _, planned = capsys.readouterr().out.partition("\n\n")
     config = Config.model_validate(yaml.safe_load(resolved))
     assert config == load_config(config_file, ["run.steps=3", "training.mini_batch=4"])
-    assert "4 mini-batches of 4 responses" in plan
+    assert "4 mini-batches of 4 responses" in planned
+    assert "not checked" not in planned
     assert not Path(config.run.dir).exists()
 
 
 def test_plan_in_numbers(config_file: Path) -> None:
     overrides = ["parallel.tensor=3", "parallel.pipeline=2", "rollout.max_rounds=5", "training.mini_batch=4"]
-    plan = cli.plan(load_config(config_file, overrides), 12)
-    assert plan["ranks"] == "12 = tensor 3 x pipeline 2 x data 2"
-    assert plan["responses per step"] == "16 = 4 groups x 4 answers"
-    assert plan["prompts drawn per step"] == "4, dynamic sampling at most 20"
-    assert plan["updates in all"] == "16 in 4 steps"
-    assert plan["longest sequence"] == "136 tokens; 3 of them fill a micro-batch"
+    in_numbers = plan(load_config(config_file, overrides), 12, 2)
+    assert in_numbers["ranks"] == "12 = tensor 3 x context 1 x data 2 x pipeline 2, on 2 nodes"
+    assert in_numbers["responses per step"] == "16 = 4 groups x 4 answers"
+    assert in_numbers["prompts drawn per step"] == "4, dynamic sampling at most 20"
+    assert in_numbers["updates in all"] == "16 in 4 steps"
+    assert in_numbers["longest sequence"] == "136 tokens; 3 of them fill a micro-batch"
 
 
 def test_user_error_is_one_sentence_and_exit_code_2(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +64,7 @@ def test_interrupt_during_the_checks_exits_with_130(config_file: Path, monkeypat
     def interrupted(config: Config, num_ranks: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "preflight", interrupted)
+    monkeypatch.setattr(preflight, "preflight", interrupted)
     assert cli.main(["train", str(config_file)]) == 130
 
 
@@ -79,6 +84,109 @@ def test_becomes_the_launcher(config_file: Path, monkeypatch: pytest.MonkeyPatch
         *["-m", "dapo_megatron.launcher", "--standalone", "--nproc-per-node=2"],
         *["-m", "dapo_megatron.train", str(config_file), "run.steps=3"],
     ]
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a dry run prints after the configuration."""
+    assert cli.main(["train", *arguments, "--dry-run"]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.partition("\n\n")[2]
+
+
+def test_dry_run_tells_the_place_of_every_rank(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["parallel.tensor=3", "parallel.pipeline=2", "parallel.virtual_pipeline=3"]
+    lines = dry_run(capsys, str(config_file), *layout, "--nproc", "6", "--nnodes", "2").splitlines()
+    ranks = [
+        line.split() for line in lines[lines.index(next(line for line in lines if line.startswith("rank "))) + 1 :]
+    ]
+    assert [int(rank[0]) for rank in ranks] == list(range(12))
+    assert ranks[4] == ["4", "0", "1", "0", "1", "0", "0", ranks[4][7], "0-0", "2-2", "4-4"]
+    assert ranks[11] == ["11", "1", "2", "0", "1", "1", "0", ranks[11][7], "1-1", "3-3", "5-5"]
+
+
+def test_dry_run_of_a_model_that_is_elsewhere(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", str(config_file), "model.path=nowhere", "--dry-run"]
+    assert cli.main(arguments) == 2
+    assert "model.path: the folder nowhere does not exist; to plan without it, give --hf-config" in (
+        capsys.readouterr().err
+    )
+    hf_config = tmp_path / "model" / "config.json"
+    text = dry_run(capsys, str(config_file), "model.path=nowhere", "--hf-config", str(hf_config))
+    assert f"not checked: nowhere is not on this machine (dimensions are those of {hf_config})" in text
+    assert cli.main([*arguments, "--hf-config", str(tmp_path / "config.yaml")]) == 2
+    assert "--hf-config must be a file config.json, not" in capsys.readouterr().err
+    assert cli.main([*arguments, "--hf-config", str(hf_config), "parallel.tensor=2"]) == 2
+    assert "parallel.tensor=2 does not divide" in capsys.readouterr().err
+
+
+def test_many_nodes_are_for_the_launch_script(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(config_file), "--nnodes", "2"]) == 2
+    assert "launch/train.sh starts a run of many nodes" in capsys.readouterr().err
+
+
+def test_servers_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "servers.txt"
+    external = FleetConfig(mode="external", urls_file=str(file), tensor=2)
+    assert servers(FleetConfig(servers=3), 4) == "3 x tensor 1, bfloat16, started by the run"
+    assert (
+        servers(FleetConfig(mode="colocated", tensor=2), 4) == "2 x tensor 2, bfloat16, on the trainers' GPUs in turns"
+    )
+    url = "http://10.0.0.7:8000"
+    assert servers(FleetConfig(mode="external", urls=[url]), 4) == f"1 x tensor 1, bfloat16, at {url}"
+    assert servers(external, 4) == f"tensor 2, bfloat16, at the addresses in {file}"
+    file.write_text(f"{url}\nhttp://10.0.0.8:8000\n")
+    assert servers(external, 4) == f"2 x tensor 2, bfloat16, at the addresses in {file}"
+
+
+@pytest.mark.parametrize("mode", ["external", "colocated"])
+def test_fleets_that_cannot_run_yet_can_be_planned(
+    config_file: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    overrides = [f"fleet.mode={mode}", *(["fleet.urls=[http://10.0.0.7:8000]"] if mode == "external" else [])]
+    assert cli.main(["train", str(config_file), *overrides]) == 2
+    assert f"fleet.mode={mode} cannot run yet" in capsys.readouterr().err
+    assert f"not checked: fleet.mode={mode}: its servers" in dry_run(capsys, str(config_file), *overrides)
+
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "laptop/addition": (),
+    "qwen2.5_7b_8gpu/bf16": ("--nproc=4",),
+    "qwen2.5_7b_8gpu/fp8": ("--nproc=4",),
+    "qwen2.5_32b_128gpu/bf16": ("--nproc=8", "--nnodes=8"),
+    "qwen2.5_32b_128gpu/fp8": ("--nproc=8", "--nnodes=8"),
+}
+
+
+def test_every_example_is_dry_run_here() -> None:
+    files = (REPOSITORY / "examples").glob("*/*.yaml")
+    assert {str(path.relative_to(REPOSITORY / "examples").with_suffix("")) for path in files} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_pass_a_dry_run(
+    example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    text = dry_run(capsys, f"examples/{example}.yaml", *EXAMPLES[example], "model.path=models/elsewhere")
+    assert "not checked: models/elsewhere is not on this machine" in text
+
+
+def test_paper_run_fits_128_gpus_that_train_and_generate_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    colocated = ["fleet.mode=colocated", "fleet.urls_file=null"]
+    arguments = ["--nproc=8", "--nnodes=16", "model.path=models/elsewhere"]
+    text = dry_run(capsys, str(REPOSITORY / "examples/qwen2.5_32b_128gpu/bf16.yaml"), *colocated, *arguments)
+    assert "128 = tensor 8 x context 2 x data 4 x pipeline 2" in " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("folder", ["qwen2.5_7b_8gpu", "qwen2.5_32b_128gpu"])
+def test_fp8_variant_differs_in_the_precision_alone(folder: str) -> None:
+    bf16, fp8 = (load_config(REPOSITORY / "examples" / folder / f"{name}.yaml") for name in ("bf16", "fp8"))
+    assert fp8.training.precision == "fp8"
+    same = [f"run.dir={fp8.run.dir}", "training.precision=fp8"]
+    if bf16.fleet.urls_file:
+        same.append(f"fleet.urls_file={fp8.fleet.urls_file}")
+    assert load_config(REPOSITORY / "examples" / folder / "bf16.yaml", same) == fp8
 
 
 def test_module_and_version() -> None:

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from dapo_megatron import serve
 from dapo_megatron.config.load import load_config
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
+from dapo_megatron.rollout import handle
+from dapo_megatron.rollout.address import Address, controller_host
+from dapo_megatron.rollout.controller import Controller
 from dapo_megatron.rollout.handle import ControllerError, RemoteRollouts, open_rollouts, start_controller
+from dapo_megatron.rollout.service import Service
 from tests.processes import gone_within, is_alive
 from tests.unit.config_helpers import write_config, write_model
 
@@ -97,6 +102,59 @@ def test_it_dies_with_its_parent(config_path: Path, end: signal.Signals) -> None
     finally:
         parent.kill()
         parent.wait()
+
+
+def test_one_node_reaches_it_over_loopback_and_several_at_the_address_of_the_first(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127.0.0.2 stands for a node's private address: nothing else of the node is opened."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
+    for world_size, address in (("1", "127.0.0.1"), ("2", "127.0.0.2")):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        controller = start_controller(config, None)
+        with RemoteRollouts(controller.address, controller):
+            port = int(controller.address.url.removeprefix(f"http://{address}:"))
+            for candidate in ("127.0.0.1", "127.0.0.2"):
+                with socket.socket() as probe:
+                    assert (probe.connect_ex((candidate, port)) == 0) == (candidate == address)
+
+
+@pytest.mark.parametrize(("means", "told"), [("127.0.1.1", "which others cannot reach"), (None, "has no address")])
+def test_a_host_name_that_leads_nowhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch, means: str | None, told: str
+) -> None:
+    def lookup(name: str) -> str:
+        if means is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return means
+
+    monkeypatch.setattr(socket, "gethostbyname", lookup)
+    with pytest.raises(UserError, match=rf"MASTER_ADDR=node7 .*{told}.*LOCAL_ADDR"):
+        controller_host({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "node7"})
+
+
+@pytest.mark.parametrize(("first_gpu", "expected"), [(None, [4, 6]), (0, [0, 2])])
+def test_servers_get_the_gpus_after_those_of_the_trainer(
+    config: Config, monkeypatch: pytest.MonkeyPatch, first_gpu: int | None, expected: list[int]
+) -> None:
+    first: list[int] = []
+    monkeypatch.setattr(serve, "start_server", lambda *, first_gpu, **_: first.append(first_gpu))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    config.fleet.tensor, config.fleet.first_gpu = 2, first_gpu
+    controller = Controller(config, None, Service("token"))
+    for index in range(2):
+        controller._start(index)
+    assert first == expected
+
+
+def test_a_run_folder_that_nodes_do_not_share_is_noticed(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "SHARED_SECONDS", 0.2)
+    elsewhere = Address("http://10.0.0.7:1", "token", tmp_path / "not" / "here.log")
+    with pytest.raises(RuntimeError, match=r"run\.dir must lie on a file system that all trainer nodes share"):
+        open_rollouts(config, 8, lambda start: elsewhere)
 
 
 def test_it_ends_on_sigterm(config: Config) -> None:

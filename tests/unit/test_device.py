@@ -6,25 +6,34 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import dapo_megatron.trainer  # noqa: F401  (adapts megatron-core before it is imported below)
 
 # isort: split
+import numpy as np
 import torch
 import torch.distributed as dist
+from config_helpers import LLAMA
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from dapo_megatron.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
+from dapo_megatron.models import llama
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer import device
@@ -38,35 +47,69 @@ pytestmark = pytest.mark.usefixtures("layout")
 NO_CUDA = (AssertionError, RuntimeError)  # what torch raises, and what a probe raises that got a wrong result
 
 
-def tiny(precision: str = "fp32") -> PolicyModel:
-    arch = Architecture(
-        hf_class="LlamaForCausalLM",
-        num_layers=1,
-        hidden_size=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        ffn_size=8,
-        vocab_size=11,
-        norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_positions=16,
-        tied_embeddings=True,
-        qkv_bias=False,
-    )
-    training = TrainingConfig.model_validate({"precision": precision})
-    return build_model(arch, ParallelConfig.model_validate({}), training, temperature=1.0)
+def training_in(precision: str) -> TrainingConfig:
+    return TrainingConfig.model_validate({"precision": precision})
+
+
+def tiny(precision: str = "fp32", arch: Architecture | None = None) -> PolicyModel:
+    arch = arch or llama.architecture(LLAMA | {"num_hidden_layers": 1, "tie_word_embeddings": True})
+    (model,) = build_model(arch, ParallelConfig.model_validate({}), training_in(precision), temperature=1.0)
+    return model
 
 
 def wrapped(precision: str = "fp32") -> DistributedDataParallel:
-    return wrap_data_parallel(tiny(precision))
+    (model,) = wrap_data_parallel([tiny(precision)], training_in(precision))
+    return model
 
 
 def optimize(precision: str) -> None:
     model = wrapped(precision)
     masters = {name: p.detach().float() for name, p in model.module.named_parameters()}
-    optimizer = build_optimizer(model, OptimizerConfig.model_validate({}), masters)
+    training = training_in(precision)
+    optimizer = build_optimizer([model], OptimizerConfig.model_validate({}), training, [masters])
     assert float(optimizer.get_loss_scale()) == 1.0
+
+
+class TwoRanks:
+    """A process group of two ranks, of which this is the first."""
+
+    def size(self) -> int:
+        return 2
+
+
+def gather_a_sequence(_: Path) -> None:
+    with patch.object(mappings, "dist_all_gather_func", lambda out, part, group: out.copy_(torch.cat([part, part]))):
+        gathered = mappings._gather_along_first_dim(torch.ones(2, 3), TwoRanks())
+    assert gathered.tolist() == torch.ones(4, 3).tolist()
+
+
+def backward_through_a_split_sequence(_: Path) -> None:
+    hidden, weight = torch.ones(2, 3, requires_grad=True), torch.nn.Parameter(torch.ones(4, 3))
+    out = linear_with_grad_accumulation_and_async_allreduce(
+        hidden, weight, None, False, False, True, tp_group=dist.group.WORLD
+    )
+    out.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == torch.full((2, 3), 4.0).tolist()
+
+
+def route_tokens(_: Path) -> None:
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # made once per process
+    arch = replace(
+        llama.architecture(LLAMA | {"num_hidden_layers": 1}), num_experts=4, experts_per_token=2, expert_ffn_size=8
+    )
+    experts = tiny(arch=arch).decoder.layers[0].mlp
+    torch.nn.init.normal_(experts.router.weight)
+    output, _bias = experts(torch.randn(5, 1, arch.hidden_size))
+    assert output.norm() > 0
+
+
+def scale_losses(_: Path) -> None:
+    scaler = DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 1000, 1)
+    scaler.update(found_inf=True)
+    other = DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 1000, 1)
+    other.load_state_dict(scaler.state_dict())
+    assert other.scale.tolist() == [2.0]
 
 
 def track_random_state(_: Path) -> None:
@@ -143,6 +186,11 @@ def save(folder: Path) -> None:
 Probe = Callable[[Path], None]
 
 PROBES: dict[str, Probe] = {
+    "megatron.core.tensor_parallel.mappings": gather_a_sequence,
+    "megatron.core.tensor_parallel.layers": backward_through_a_split_sequence,
+    "megatron.core.transformer.moe.router": route_tokens,
+    "megatron.core.transformer.moe.token_dispatcher": route_tokens,
+    "megatron.core.optimizer.grad_scaler": scale_losses,
     "megatron.core.tensor_parallel.random": track_random_state,
     "megatron.core.distributed.param_and_grad_buffer": allocate_buffers,
     "megatron.core.optimizer.clip_grads": norm_without_gradients,
@@ -182,7 +230,13 @@ REPLACEMENTS: dict[str, Probe] = {
     "cuda.get_rng_state": track_random_state,
     "cuda.manual_seed": track_random_state,
     "cuda.random": fork_random_state,
+    "cuda.Stream": route_tokens,
+    "cuda.current_stream": route_tokens,
 }
+
+# Needed where ranks have different numbers of tokens for an expert that is split over them: the layouts with ETP2 in
+# tests/distributed/test_layouts.py.
+UNEQUAL = {"distributed.all_gather", "distributed.reduce_scatter"}
 
 
 @pytest.mark.parametrize("name", REPLACEMENTS)
@@ -194,9 +248,18 @@ def test_each_replaced_function_is_needed(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_else_is_replaced() -> None:
-    names = replaced(stand_in()) - {"cuda"} | {f"cuda.{name}" for name in replaced(stand_in().cuda)}
-    assert names == set(REPLACEMENTS)
+    inner = {module: replaced(getattr(stand_in(), module)) for module in ("cuda", "distributed")}
+    names = replaced(stand_in()) - inner.keys() | {f"{module}.{name}" for module in inner for name in inner[module]}
+    assert names == set(REPLACEMENTS) | UNEQUAL
     assert set(device.PATCHED_MODULES) == set(PROBES)
+
+
+def test_counts_of_tokens_are_arrays_to_collectives() -> None:
+    counts = torch.tensor([3, 4])
+    assert device._counts_on_cpu(counts, as_numpy=True).tolist() == [3, 4]
+    assert isinstance(device._counts_on_cpu(counts, as_numpy=True), np.ndarray)
+    assert device._counts_on_cpu(counts) is counts
+    assert device._counts_on_cpu(None, as_numpy=True) is None
 
 
 def test_random_state_is_restored_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -318,6 +381,7 @@ WITH_CUDA = """
 import torch
 torch.cuda.is_available = lambda: True  # what a machine with CUDA answers
 torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_capability = lambda: (9, 0)
 import importlib, inspect
 from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer import device

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from config_helpers import LLAMA, QWEN3_MOE
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,37 +19,27 @@ from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models import SUPPORTED_ARCHITECTURES
 from dapo_megatron.models.architecture import Architecture
-from dapo_megatron.models.layout import check_layout
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.trainer.build import build_model, load_weights
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response
-from tests.batches import load_batch, make_batch, make_config, rows_of, token_stream
+from tests.batches import load_batch, make_batch, make_config, rows_of
 
-VARIANTS = [("llama", True), ("llama", False), ("qwen2", True), ("qwen2", False)]
+VARIANTS = [(family, tied) for family in ("llama", "qwen2", "qwen3", "qwen3_moe") for tied in (True, False)]
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 72,
-    "intermediate_size": 96,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 6,
-    "vocab_size": 151,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
-}
+QWEN3 = QWEN3_MOE | {"architectures": ["Qwen3ForCausalLM"]}
 
 
-def architecture(folder: Path, **changes: Any) -> Architecture:
-    """The architecture of LLAMA with changes; a change to None removes the key."""
-    config = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+def architecture(folder: Path, base: dict[str, Any] = LLAMA, **changes: Any) -> Architecture:
+    """The architecture of a config.json with changes; a change to None removes the key."""
+    config = {key: value for key, value in (base | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     return architecture_of(folder)
 
 
-@pytest.mark.parametrize(("family", "tied"), VARIANTS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
 def test_architecture_of_a_checkpoint(checkpoint: Callable[..., Path], family: str, tied: bool) -> None:
     arch = architecture_of(checkpoint(family, tied=tied))
     assert (arch.num_layers, arch.hidden_size, arch.ffn_size, arch.vocab_size) == (4, 64, 96, 151)
@@ -56,11 +47,14 @@ def test_architecture_of_a_checkpoint(checkpoint: Callable[..., Path], family: s
     assert (arch.norm_eps, arch.rope_theta, arch.max_positions) == (1e-6, 10000.0, 512)
     assert arch.tied_embeddings is tied
     assert arch.qkv_bias is (family == "qwen2")
+    assert arch.qk_norm is family.startswith("qwen3")
+    experts = (arch.num_experts, arch.experts_per_token, arch.expert_ffn_size, arch.norm_topk_prob)
+    assert experts == ((8, 2, 48, True) if family == "qwen3_moe" else (0, 0, 0, True))
     assert arch.hf_class in SUPPORTED_ARCHITECTURES
 
 
 def test_vocabulary_is_padded_to_equal_parts(tmp_path: Path) -> None:
-    arch = architecture(tmp_path)
+    arch = architecture(tmp_path, vocab_size=151)
     assert [arch.padded_vocab(size) for size in (1, 2, 3, 8)] == [151, 152, 153, 152]
 
 
@@ -84,6 +78,13 @@ def test_optional_keys(tmp_path: Path) -> None:
     assert not arch.tied_embeddings
 
 
+def test_optional_keys_of_qwen3(tmp_path: Path) -> None:
+    assert architecture(tmp_path, QWEN3).head_dim == 16  # not hidden / heads = 8
+    assert architecture(tmp_path, QWEN3_MOE, norm_topk_prob=None).norm_topk_prob is False  # transformers' default
+    assert architecture(tmp_path, QWEN3_MOE, num_experts=None, num_local_experts=4).num_experts == 4
+    assert architecture(tmp_path, QWEN3_MOE, num_experts_per_tok=1, norm_topk_prob=False).experts_per_token == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -103,6 +104,30 @@ def test_what_megatron_would_silently_not_do_is_refused(tmp_path: Path, changes:
         architecture(tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (QWEN3, {"attention_bias": True}, "attention_bias=True is not supported"),
+        (QWEN3, {"head_dim": None}, "head_dim=None is not supported: Qwen3 must state it"),
+        (QWEN3, {"num_key_value_heads": None}, "num_key_value_heads=None is not supported"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=\[.* is not supported"),
+        (QWEN3_MOE, {"attention_bias": True}, "attention_bias=True is not supported"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: every layer must have"),
+        (QWEN3_MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        (QWEN3_MOE, {"num_experts": 0}, "num_experts=0 is not supported: it must be a number of at least 1"),
+        (QWEN3_MOE, {"num_experts": None}, "num_experts=None is not supported"),
+        (QWEN3_MOE, {"num_local_experts": 0}, "num_local_experts=0 is not supported"),
+        (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size=None is not supported"),
+        (QWEN3_MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is not supported: there are 8 experts"),
+        (QWEN3_MOE, {"num_experts_per_tok": 1}, "norm_topk_prob=True is not supported: a single expert's weight"),
+    ],
+)
+def test_what_is_refused_of_qwen3(tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        architecture(tmp_path, base, **changes)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
 def test_damaged_config(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
@@ -113,28 +138,6 @@ def test_damaged_config(tmp_path: Path, content: str) -> None:
 def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json does not exist"):
         architecture_of(tmp_path / "missing")
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (
-            {"tensor": 2},
-            "parallel.tensor=2 does not divide 9 attention heads and 3 key/value heads of Tiny; use 1 or 3",
-        ),
-        ({"tensor": 9}, "use 1 or 3"),
-        ({"pipeline": 4}, "parallel.pipeline=4 does not divide 6 layers of Tiny; use 1, 2, 3 or 6"),
-    ],
-)
-def test_layouts_the_model_cannot_have(tmp_path: Path, parallel: dict[str, int], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        check_layout(architecture(tmp_path), parallel.get("tensor", 1), parallel.get("pipeline", 1), "Tiny")
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize("parallel", [{"tensor": 3}, {"pipeline": 2}, {"tensor": 3, "pipeline": 6}])
-def test_layouts_the_model_can_have(tmp_path: Path, parallel: dict[str, int]) -> None:
-    check_layout(architecture(tmp_path), parallel.get("tensor", 1), parallel.get("pipeline", 1), "Tiny")
 
 
 def load_in_transformers(folder: Path) -> torch.nn.Module:
@@ -158,7 +161,7 @@ def test_log_probs_equal_those_of_transformers(
     policy = Policy(make_config(folder, rollout={"temperature": 0.7}), layout)
     batch = load_batch(policy)
     found = gather_by_response(batch.micro_batches(), policy.log_probs(batch))
-    _, tokens = make_batch(token_stream(folder, policy.arch.vocab_size))
+    _, tokens = make_batch(policy.arch.vocab_size)
     reference = load_in_transformers(folder)
     for response, (prompt, answer, _unused) in rows_of(tokens).items():
         if len(answer):
@@ -201,6 +204,6 @@ def test_transformers_loads_an_export_in_bf16(layout: Layout, checkpoint: Callab
 def test_tensor_of_another_shape_is_refused(checkpoint: Callable[..., Path], ffn_size: int) -> None:
     folder = checkpoint()
     arch = replace(architecture_of(folder), ffn_size=ffn_size)
-    model = build_model(arch, ParallelConfig.model_validate({}), make_config(folder).training, temperature=1.0)
+    (model,) = build_model(arch, ParallelConfig.model_validate({}), make_config(folder).training, temperature=1.0)
     with pytest.raises(UserError, match=rf"gate_proj\.weight has the shape \(96, 64\), but .* \({ffn_size}, 64\)"):
         load_weights(model, HFReader(folder))

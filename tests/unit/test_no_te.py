@@ -56,7 +56,7 @@ def test_each_parameter_counts_its_own_steps_after_a_load(saved: Policy, config:
     for policy in (saved, restored):
         update(policy)
     assert {float(step) for step in steps(restored)} == {2.0}
-    for ours, theirs in zip(saved.model.parameters(), restored.model.parameters(), strict=True):
+    for ours, theirs in zip(saved.chunks[0].parameters(), restored.chunks[0].parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -70,7 +70,7 @@ def test_without_the_fix_one_counter_is_shared_and_training_goes_astray(
     for policy in (saved, restored):
         update(policy)
     assert float(steps(restored)[0]) > 2.0
-    pairs = zip(saved.model.parameters(), restored.model.parameters(), strict=True)
+    pairs = zip(saved.chunks[0].parameters(), restored.chunks[0].parameters(), strict=True)
     assert not all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 

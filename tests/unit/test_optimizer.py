@@ -39,7 +39,7 @@ def update(policy: Policy) -> dict[str, float]:
 def masters(policy: Policy) -> dict[str, Tensor]:
     """fp32 master weights by parameter name, in the parameters' shape (one rank holds all of them)."""
     (member,) = policy.optimizer.chained_optimizers
-    names = {parameter: name for name, parameter in policy.ddp.module.named_parameters()}
+    names = {parameter: name for name, parameter in policy.ddp[0].module.named_parameters()}
     groups = zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
     return {
         names[parameter]: master.view(parameter.shape)
@@ -74,9 +74,9 @@ def test_settings_reach_adam(make_policy: Make) -> None:
 def test_first_update_is_that_of_adamw(make_policy: Make) -> None:
     """w - lr (g / (|g| + eps) + decay w), where the decay leaves out norms and biases."""
     policy = make_policy(lr=1e-2, eps=1e-12, weight_decay=0.5, clip_grad=0.0)
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in policy.chunks[0].named_parameters()}
     update(policy)
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in policy.chunks[0].named_parameters():
         gradient = parameter.main_grad
         decay = 0.5 if parameter.ndim == 2 else 0.0
         expected = before[name] - 1e-2 * (gradient.sign() + decay * before[name])
@@ -100,11 +100,11 @@ def test_master_weights_come_from_the_checkpoint(make_policy: Make, checkpoint: 
     """Copies of the bf16 parameters would lie on the bf16 grid."""
     policy = make_policy("bf16")
     found = masters(policy)
-    assert found.keys() == dict(policy.model.named_parameters()).keys()
+    assert found.keys() == dict(policy.chunks[0].named_parameters()).keys()
     name = "model.layers.0.mlp.down_proj.weight"
     source = load_file(checkpoint() / "model.safetensors")[name]
     assert torch.equal(found["decoder.layers.0.mlp.linear_fc2.weight"], source)
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in policy.chunks[0].named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, found[name].bfloat16()), name
         assert not torch.equal(found[name], parameter.float()), f"{name} lies on the bf16 grid"
@@ -131,7 +131,7 @@ def test_bf16_trains_as_fp32_does(make_policy: Make) -> None:
     for precision in ("fp32", "bf16"):
         policy = make_policy(precision, lr=1e-3, weight_decay=0.0)
         name = "decoder.layers.1.self_attention.linear_proj.weight"
-        weights = masters(policy) if precision == "bf16" else dict(policy.model.named_parameters())
+        weights = masters(policy) if precision == "bf16" else dict(policy.chunks[0].named_parameters())
         before = weights[name].detach().clone()
         for _ in range(3):
             update(policy)
@@ -141,7 +141,7 @@ def test_bf16_trains_as_fp32_does(make_policy: Make) -> None:
 
 def test_metrics_of_an_update(make_policy: Make) -> None:
     metrics = update(make_policy(lr=5e-4, warmup_steps=2))
-    assert metrics.keys() == {*MEANS, *MAXIMA, "grad_norm", "lr"}
+    assert metrics.keys() == {*MEANS, *MAXIMA, "loss", "grad_norm", "lr", "skipped_updates"}
     assert metrics["log_ratio_abs"] == 0.0  # law 6
     assert metrics["ratio_max"] == 1.0
     assert metrics["lr"] == pytest.approx(2.5e-4)

@@ -12,6 +12,7 @@ from config_helpers import write_config, write_model
 from dapo_megatron.config import preflight as checks
 from dapo_megatron.config.load import load_config
 from dapo_megatron.config.preflight import preflight
+from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 
 
@@ -198,7 +199,7 @@ def saved_state(run_dir: Path) -> None:
     state = run_dir / "state/step_000002"
     state.mkdir(parents=True)
     (state / "manifest.json").write_text("{}")
-    (state / "run.json").write_text(json.dumps({"layout": {"tensor": 1, "pipeline": 1, "data": 2}}))
+    (state / "run.json").write_text(json.dumps({"layout": ParallelConfig.model_validate({}).layout(2)}))
     (run_dir / "state/latest").write_text("step_000002\n")
 
 

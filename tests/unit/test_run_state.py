@@ -155,7 +155,7 @@ def train(policy: Policy, state: RunState, steps: int) -> None:
 
 def tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Everything that an update reads or changes."""
-    yield from policy.model.named_parameters()
+    yield from policy.chunks[0].named_parameters()
     for inner in inner_optimizers(policy.optimizer):
         for group in inner.param_groups:
             yield "learning rate", torch.tensor(group["lr"])

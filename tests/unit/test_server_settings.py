@@ -10,7 +10,8 @@ import pytest
 
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.errors import UserError
-from dapo_megatron.rollout.server import free_port, server_arguments, server_environment, start_server
+from dapo_megatron.rollout import server
+from dapo_megatron.rollout.server import free_port, gpu_slice, server_arguments, server_environment, start_server
 from tests.models import REPOSITORY
 
 
@@ -54,6 +55,50 @@ def test_environment_has_nothing_of_torchrun() -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["DAPO_SERVER_TOKEN"] == "secret"
     assert environment["DAPO_SERVER_PARENT"] == str(os.getpid())
+
+
+def test_what_suits_the_trainer_alone_is_not_inherited() -> None:
+    inherited = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    environment = server_environment(inherited, fleet=FleetConfig(), token="secret", on_cpu=False)
+    assert not inherited.keys() & environment.keys()
+
+
+@pytest.mark.parametrize(
+    ("visible", "first", "expected"),
+    [(None, 4, "4,5"), ("", 0, "0,1"), ("3,5,6,7", 2, "6,7"), ("GPU-a,GPU-b", 0, "GPU-a,GPU-b")],
+)
+def test_gpus_of_a_server(visible: str | None, first: int, expected: str) -> None:
+    assert gpu_slice(visible, first, 2) == expected
+
+
+def test_too_few_gpus_are_refused() -> None:
+    with pytest.raises(UserError, match=r"needs GPUs 4 to 5 of this node, but CUDA_VISIBLE_DEVICES=0,1,2,3,4 has 5"):
+        gpu_slice("0,1,2,3,4", 4, 2)
+
+
+def test_server_on_a_gpu_gets_its_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(server, "runs_on_cpu", lambda python: False)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append(env | {"command": command[0]}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    common = {"model": "m", "index": 1, "port": None, "max_model_len": 64, "seed": 1, "token": "secret"}
+    fleet = FleetConfig(tensor=2, python="/opt/fleet/bin/python")
+    start_server(fleet=fleet, log_path=tmp_path / "log", first_gpu=6, **common)
+    assert started[0]["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert started[0]["command"] == "/opt/fleet/bin/python"
+    start_server(fleet=fleet, log_path=tmp_path / "log", **common)
+    assert started[1]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+
+
+def test_another_python_is_asked_for_its_vllm(tmp_path: Path) -> None:
+    assert server.runs_on_cpu(sys.executable) == server.runs_on_cpu()
+    with pytest.raises(UserError, match=r"fleet.python=/nowhere/python cannot be run"):
+        server.runs_on_cpu("/nowhere/python")
+    bare = tmp_path / "python"  # no site-packages, as a Python that has neither vLLM nor this package
+    bare.write_text(f'#!/bin/sh\ncd /; exec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(UserError, match="must have vLLM and dapo-megatron installed: ModuleNotFoundError"):
+        server.runs_on_cpu(str(bare))
 
 
 def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
