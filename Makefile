@@ -23,7 +23,7 @@ help:
 	@echo "make setup         environment in $(VENV): CPU versions of everything (2.4 GB; about a minute on an idle machine)"
 	@echo "make quickstart    train SmolLM2-135M to add two-digit numbers; NPROC=2 for two ranks, STEPS=n to change the length"
 	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
-	@echo "make lint          ruff and mypy"
+	@echo "make lint          ruff, mypy, shellcheck and hadolint"
 	@echo "make docs          docs/configuration.md from the config models"
 	@echo "make clean         remove the environment, models, runs and caches"
 
@@ -64,6 +64,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/hadolint Dockerfile
 
 docs: setup
 	$(BIN)/python -m dapo_megatron.config.reference > docs/configuration.md

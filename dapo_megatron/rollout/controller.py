@@ -1,8 +1,9 @@
 """The rollout controller: a process of its own, so that answers are read and graded outside the trainer's interpreter.
 
-`python -m dapo_megatron.rollout.controller --config FILE [--state FILE] --port-fd N` starts the vLLM servers, loads the
-prompts and serves `dapo_megatron.rollout.service` on a loopback port, which it writes to the descriptor N. It ends, and
-its servers with it, when it is asked to, on SIGTERM or SIGINT, and when the process that started it dies.
+`python -m dapo_megatron.rollout.controller --config FILE [--state FILE] --host ADDRESS --port-fd N` starts the vLLM
+servers, loads the prompts and serves `dapo_megatron.rollout.service` on a free port of ADDRESS, which it writes to the
+descriptor N. It ends, and its servers with it, when it is asked to, on SIGTERM or SIGINT, and when the process that
+started it dies.
 """
 
 import argparse
@@ -35,14 +36,9 @@ from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.generation import Grader, GroupGenerator
 from dapo_megatron.rollout.journal import Journal
 from dapo_megatron.rollout.sampler import Progress, Sampler
-from dapo_megatron.rollout.server import (
-    Server,
-    log_tail,
-    start_server,
-    stop_server,
-    wait_until_healthy,
-)
+from dapo_megatron.rollout.server import Server, log_tail, stop_server, wait_until_healthy
 from dapo_megatron.rollout.service import BudgetExhaustedError, Service
+from dapo_megatron.serve import start
 from dapo_megatron.types import BatchHeader
 
 END_GRACE = 30.0
@@ -169,16 +165,9 @@ class Controller:
     def _start(self, index: int) -> Server:
         """Start a server. From the main thread only: the kernel ends a server when the thread that started it ends."""
         config = self._config
-        return start_server(
-            model=config.model.path,
-            index=index,
-            port=None if config.fleet.port is None else config.fleet.port + index,
-            fleet=config.fleet,
-            max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
-            seed=config.run.seed,
-            log_path=Path(config.run.dir) / "logs" / f"server_{index}.log",
-            token=self._token,
-        )
+        trainer_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this node; each of its ranks has one
+        first_gpu = trainer_gpus if config.fleet.first_gpu is None else config.fleet.first_gpu
+        return start(config, index, self._token, first_gpu=first_gpu + index * config.fleet.tensor)
 
     async def _wait_for(self, server: Server) -> None:
         def show(seconds: float, line: str) -> None:
@@ -208,7 +197,7 @@ class Controller:
             stop_server(server)
 
 
-async def serve(config: Config, state: dict[str, Any] | None, token: str, port_fd: int) -> None:
+async def serve(config: Config, state: dict[str, Any] | None, token: str, host: str, port_fd: int) -> None:
     """Run the controller until it is asked to end."""
     end = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -220,7 +209,7 @@ async def serve(config: Config, state: dict[str, Any] | None, token: str, port_f
     running = None
     try:
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, host, 0)
         await site.start()
         running = asyncio.create_task(controller.run())
         os.write(port_fd, b"%d\n" % runner.addresses[0][1])
@@ -239,13 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Rollout controller; started by the trainer.")
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration, JSON")
     parser.add_argument("--state", type=Path, help="cursor of the run that is resumed, JSON")
+    parser.add_argument("--host", required=True, help="address to listen on")
     parser.add_argument("--port-fd", type=int, required=True, help="descriptor that the port is written to")
     options = parser.parse_args(arguments)
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)), END_GRACE)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = Config.model_validate_json(options.config.read_bytes())
     state = json.loads(options.state.read_bytes()) if options.state else None
-    asyncio.run(serve(config, state, os.environ.pop(TOKEN_VARIABLE), options.port_fd))
+    asyncio.run(serve(config, state, os.environ.pop(TOKEN_VARIABLE), options.host, options.port_fd))
 
 
 if __name__ == "__main__":

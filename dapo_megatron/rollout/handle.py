@@ -4,8 +4,10 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ import httpx
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.files import write_atomically
-from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE, Address
+from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE, Address, controller_host
 from dapo_megatron.rollout.blocks import decode_block, decode_header, select
 from dapo_megatron.rollout.journal import Journal
 from dapo_megatron.rollout.server import log_tail
@@ -27,6 +29,9 @@ from dapo_megatron.types import BatchHeader, Int32, TokenBlock
 LOG_LINES = 15
 POLL_SECONDS = 1.0
 REPLY_TIMEOUT = 300.0
+SHARED_SECONDS = 10.0
+"""A network file system may show a new file to other nodes a little later."""
+
 STOP_SECONDS = 40.0
 """Enough for a controller to stop its servers, which it kills after 10 s."""
 
@@ -93,11 +98,25 @@ def open_rollouts(config: Config, rank: int, on_rank_zero: OnRankZero) -> Rollou
         return started[0].address
 
     try:
-        return RemoteRollouts(on_rank_zero(start), started[0] if rank == 0 else None)
+        address = on_rank_zero(start)
+        _check_shared(address.log_path)
+        return RemoteRollouts(address, started[0] if rank == 0 else None)
     except BaseException:
         for process in started:
             process.stop()
         raise
+
+
+def _check_shared(log_path: Path) -> None:
+    """Every rank saves its part of the run's state in `run.dir`: it must see there what rank 0 has written."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not log_path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{socket.gethostname()} does not see {log_path}, which rank 0 has written: run.dir must lie on a file "
+                "system that all trainer nodes share"
+            )
+        time.sleep(0.1)
 
 
 @dataclass(frozen=True)
@@ -132,9 +151,9 @@ def start_controller(config: Config, cursor: dict[str, Any] | None) -> Controlle
     folder.mkdir(parents=True, exist_ok=True)
     log_path, config_path, state_path = (folder / f"controller.{end}" for end in ("log", "config.json", "state.json"))
     write_atomically(config_path, config.model_dump_json(indent=1).encode())
-    token = secrets.token_hex(32)
+    token, host = secrets.token_hex(32), controller_host(os.environ)
     reader, writer = os.pipe()
-    arguments = ["--config", str(config_path), "--port-fd", str(writer)]
+    arguments = ["--config", str(config_path), "--host", host, "--port-fd", str(writer)]
     if cursor:
         write_atomically(state_path, json.dumps(cursor).encode())
         arguments += ["--state", str(state_path)]
@@ -152,7 +171,7 @@ def start_controller(config: Config, cursor: dict[str, Any] | None) -> Controlle
         finally:
             os.close(writer)
         port = ready.readline().strip()  # empty when the process ended without writing one
-    address = Address(f"http://127.0.0.1:{port}", token, log_path)
+    address = Address(f"http://{host}:{port}", token, log_path)
     if not port:
         raise _gone(address, f"ended with code {process.wait()} while starting")
     return ControllerProcess(process, address)

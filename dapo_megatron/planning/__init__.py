@@ -1,0 +1,1 @@
+"""What a run will do, told before any process starts and without torch."""

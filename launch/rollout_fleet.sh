@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Start vLLM servers for RL on this node, and stop them all when one ends or this script is asked to end.
+#
+#   launch/rollout_fleet.sh CONFIG [KEY=VALUE ...]
+#
+# Run it on every node of the fleet. The trainer finds the servers through URLS_FILE (fleet.urls_file).
+#
+# From the environment:
+#   TOKEN_FILE   file with the token that opens the servers; made, readable by you alone, where it does not exist
+#   URLS_FILE    file that gets a line with the URL of each healthy server; nodes may share it
+#   SERVERS      servers on this node     (default: its GPUs / fleet.tensor, or 1 without any)
+#   FIRST_INDEX  number of the first one in the whole fleet; must differ between nodes   (default: 0)
+#   SERVER_HOST  private address of this node that the trainer reaches                   (default: fleet.host)
+#   PORT         port of the first server; the next ones count up                        (default: 8000)
+#   PYTHON       Python of the servers' environment       (default: .venv/bin/python, else python3)
+#
+# Exit codes: 0 after SIGTERM or SIGINT, 1 when a server ended by itself, 2 something to correct.
+set -euo pipefail
+
+refuse() {
+    echo "launch/rollout_fleet.sh: $*" >&2
+    exit 2
+}
+
+(($# > 0)) || refuse "give a configuration: launch/rollout_fleet.sh CONFIG [KEY=VALUE ...]"
+[[ -f $1 ]] || refuse "the configuration $1 does not exist"
+for name in TOKEN_FILE URLS_FILE; do
+    [[ -n ${!name:-} ]] || refuse "$name is not set; see the head of this script"
+done
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=$repository/.venv/bin/python
+    [[ -x $PYTHON ]] || PYTHON=python3
+fi
+command -v "$PYTHON" >/dev/null || refuse "$PYTHON is not installed: run 'make setup', or name another with PYTHON"
+
+settings=$("$PYTHON" - "$@" <<'PY'
+import sys
+
+from dapo_megatron.config.load import load_config
+from dapo_megatron.errors import UserError
+
+try:
+    fleet = load_config(sys.argv[1], sys.argv[2:]).fleet
+except UserError as error:
+    sys.exit(f"launch/rollout_fleet.sh: {error}")
+print(fleet.tensor, fleet.host)
+PY
+) || exit 2
+read -r tensor configured_host <<<"$settings"
+: "${SERVER_HOST:=$configured_host}"
+: "${PORT:=8000}"
+: "${FIRST_INDEX:=0}"
+
+# The node's GPUs, by the names that CUDA_VISIBLE_DEVICES knows them by; none on a CPU.
+if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    IFS=, read -r -a gpus <<<"$CUDA_VISIBLE_DEVICES"
+else
+    mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null || true)
+fi
+: "${SERVERS:=$((${#gpus[@]} > 0 ? ${#gpus[@]} / tensor : 1))}"
+for name in SERVERS PORT; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name} must be a positive number"
+done
+[[ $FIRST_INDEX =~ ^[0-9]+$ ]] || refuse "FIRST_INDEX=$FIRST_INDEX must be a number"
+((${#gpus[@]} == 0 || SERVERS * tensor <= ${#gpus[@]})) ||
+    refuse "$SERVERS servers x fleet.tensor $tensor need more than the ${#gpus[@]} GPUs of this node"
+
+if [[ ! -s $TOKEN_FILE ]]; then
+    (umask 077 && "$PYTHON" -c 'import secrets; print(secrets.token_hex(32))' >"$TOKEN_FILE")
+fi
+
+urls=$(mktemp) # those of this node
+pids=()
+
+# Nodes may share the file: it is changed under a lock.
+publish() {
+    (flock 9 && cat "$urls" >>"$URLS_FILE") 9>>"$URLS_FILE"
+}
+
+# shellcheck disable=SC2329 # called by the trap
+stop_all() {
+    trap - EXIT
+    trap '' TERM INT
+    # shellcheck disable=SC2094 # the lock is on the file that is changed
+    if [[ -s $urls ]]; then
+        (
+            flock 9
+            others=$(grep -vxFf "$urls" "$URLS_FILE" || true)
+            printf '%s' "${others:+$others$'\n'}" >"$URLS_FILE"
+        ) 9>>"$URLS_FILE"
+    fi
+    ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true
+    wait
+    rm -f "$urls"
+}
+trap stop_all EXIT
+trap 'exit 0' TERM INT
+
+for ((i = 0; i < SERVERS; i++)); do
+    if ((${#gpus[@]} > 0)); then
+        slice=("${gpus[@]:i*tensor:tensor}")
+        CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${slice[*]}")
+        export CUDA_VISIBLE_DEVICES
+    fi
+    # setpriv: a server ends with this script even when the script is killed outright.
+    setpriv --pdeathsig TERM "$PYTHON" -m dapo_megatron.cli serve "$@" --index $((FIRST_INDEX + i)) \
+        --host "$SERVER_HOST" --port $((PORT + i)) --token-file "$TOKEN_FILE" >>"$urls" &
+    pids+=($!)
+done
+
+while (($(wc -l <"$urls") < SERVERS)); do
+    (($(jobs -pr | wc -l) == SERVERS)) || exit 1 # one has ended and said why
+    sleep 0.5 &
+    wait $! # unlike sleep itself, it is interrupted by a signal
+done
+publish
+echo "$SERVERS servers are ready, their addresses are in $URLS_FILE:"
+cat "$urls"
+wait -n || true
+exit 1
