@@ -17,6 +17,8 @@ for message in (
     "`torch.distributed.all_gather_into_tensor` is deprecated",
 ):
     warnings.filterwarnings("ignore", message=message)
+if not device.has_cuda():  # there are no CUDA queues whose number could be wrong
+    warnings.filterwarnings("ignore", message="When using (async grad allreduce|sequence parallelism) it is recommended")
 
 precision.set_environment()  # before megatron-core imports Transformer Engine
 device.import_megatron()

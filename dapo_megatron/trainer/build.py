@@ -150,7 +150,7 @@ def build_model(
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=int(arch.rope_theta),
+            rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
         if backend == "local":

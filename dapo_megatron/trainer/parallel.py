@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.models.layout import check_ranks
@@ -50,6 +51,16 @@ class Layout:
         return self.rank % per_stage < math.lcm(self.tensor, self.expert * self.expert_tensor)
 
 
+def _leave_model_parallel() -> None:
+    """Give up Megatron's groups. Megatron only forgets them, and each keeps its threads and connections."""
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) -> Layout:
     """Join the process groups (those of torchrun, or a world of one) and build Megatron's.
 
@@ -68,8 +79,7 @@ def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) 
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(device.backend(), rank=0, world_size=1, store=store)
     check_ranks(parallel, dist.get_world_size(), "torchrun")
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _leave_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,

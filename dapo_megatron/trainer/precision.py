@@ -83,7 +83,8 @@ def _recompute_fields(training: TrainingConfig) -> dict[str, Any]:
 
 
 def _capability() -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if device.has_cuda() else None
+    """Of this rank's GPU, which is asked before the rank is bound to it."""
+    return torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))) if device.has_cuda() else None
 
 
 def set_environment() -> None:

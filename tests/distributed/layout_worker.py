@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dapo_megatron.config.run import Config
 from dapo_megatron.trainer import parallel
+from dapo_megatron.trainer.batching import MiniBatch
 from dapo_megatron.trainer.build import export_weights
 from dapo_megatron.trainer.policy import Metrics, Policy
 from dapo_megatron.trainer.ranks import gather_by_response
@@ -21,11 +21,12 @@ from tests.batches import make_config
 
 # Name, and what it replaces in the `algorithm` section. Responses' ratios stay nearer to 1 than tokens'.
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "token_mean": {},
     "sequence_mean": {"aggregation": "sequence_mean"},
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip": {"low": 0.05, "high": 0.07}},
+    "token_mean": {},
 }
-UPDATES = 2
+ON_POLICY = "sequence_mean"  # the others start from an older policy, so that clipping acts
+SAMPLES = 4
 
 
 def make_policy(model: str, case: dict[str, Any]) -> Policy:
@@ -34,11 +35,12 @@ def make_policy(model: str, case: dict[str, Any]) -> Policy:
     Adam's own updates hardly depend on the gradient's scale and blow rounding up where it is near zero; an epsilon of
     the gradient's size makes them depend on it, smoothly. Clipping acts, so that a wrong norm shows as well.
     """
+    prompts = case.get("prompts", 6)
     config = make_config(
         model,
         parallel=case.get("parallel", {}),
-        training={"mini_batch": 32} | case.get("training", {}),
-        rollout={"prompts_per_step": 8},
+        training={"mini_batch": prompts * SAMPLES, "micro_batch_tokens": 192} | case.get("training", {}),
+        rollout={"prompts_per_step": prompts, "samples_per_prompt": SAMPLES},
         optimizer={"lr": 0.05, "eps": 1e-3, "clip_grad": 0.05},
     )
     policy = Policy(config, parallel.initialize(config.parallel, seed=1, threads=1))
@@ -47,42 +49,34 @@ def make_policy(model: str, case: dict[str, Any]) -> Policy:
     return policy
 
 
-def set_objective(config: Config, changes: dict[str, Any]) -> None:
-    config.algorithm = type(config.algorithm).model_validate(changes)
-
-
 def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, Metrics], dict[str, Tensor]]:
     """Metrics by objective; tensors on the ranks that export."""
     policy = make_policy(model, case)
     batch = random_batch(policy)
+    (mini_batch,) = batch.mini_batches()
     own = policy.log_probs(batch)
     results = {f"log_probs/{r}": values for r, values in gather_by_response(batch.micro_batches(), own).items()}
-    batch.set_old_log_probs(nearby_log_probs(batch, own))
-    (mini_batch,) = batch.mini_batches()
     metrics: dict[str, Metrics] = {}
-    for name, changes in OBJECTIVES.items():
-        if name not in case.get("objectives", OBJECTIVES):
-            continue
-        set_objective(policy.config, changes)
+    for name in case.get("objectives", OBJECTIVES):
+        policy.config.algorithm = type(policy.config.algorithm).model_validate(OBJECTIVES[name])
+        batch.set_old_log_probs(own if name == ON_POLICY else nearby_log_probs(batch, own))
         metrics[name] = policy.gradients(mini_batch, force_all_reduce=True)
         if policy.layout.sends_weights:
             gradients = export_weights(policy.chunks, lambda parameter: parameter.main_grad)
             results |= {f"grad {name}/{parameter}": g.clone() for parameter, g in gradients}
-    set_objective(policy.config, OBJECTIVES["token_mean"])
     if case.get("arithmetic") != "fp64":
-        changes, metrics["updates"] = update(policy, mini_batch)
+        changes, metrics["updates"] = update_twice(policy, mini_batch)
         results |= {f"change/{name}": change for name, change in changes.items()}
-    batch.set_old_log_probs(policy.log_probs(batch))
-    metrics["on_policy"] = policy.gradients(mini_batch)
     return metrics, results
 
 
-def update(policy: Policy, mini_batch: Any) -> tuple[dict[str, Tensor], Metrics]:
-    """How the weights change in two updates, and the norm of each gradient."""
+def update_twice(policy: Policy, mini_batch: MiniBatch) -> tuple[dict[str, Tensor], Metrics]:
+    """How the weights change, and the norm of each gradient. The first update is from the gradients that are there."""
     sends = policy.layout.sends_weights
     before = {name: weight.clone() for name, weight in policy.export()} if sends else {}
     policy.start_step()
-    norms = {f"grad_norm_{i}": policy.update(mini_batch)["grad_norm"] for i in range(UPDATES)}
+    _, first, _ = policy.optimizer.step()
+    norms = {"first": float(first), "second": policy.update(mini_batch)["grad_norm"]}
     return {name: weight - before[name] for name, weight in policy.export()} if sends else {}, norms
 
 

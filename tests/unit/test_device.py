@@ -381,7 +381,7 @@ WITH_CUDA = """
 import torch
 torch.cuda.is_available = lambda: True  # what a machine with CUDA answers
 torch.cuda.current_device = lambda: 0
-torch.cuda.get_device_capability = lambda: (9, 0)
+torch.cuda.get_device_capability = lambda device: (9, 0)
 import importlib, inspect
 from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer import device
