@@ -100,6 +100,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         if self._group is None or self._joined is None:
             raise RuntimeError("weights were pushed before a transfer group was joined")
         self.digests = {}
+        if current_platform.is_cpu():
+            _forget_packed_experts(self.model)
         failure: Exception | None = None
         for bucket in pack(_specs(update_info), update_info.bucket_bytes):
             # A new buffer each time: layers that are not complete yet still refer to the last one.
@@ -154,6 +156,18 @@ class ReceiverExtension:
     def abandon_weight_update(self) -> None:
         """Closes an update that its sender gave up, without making it live; the next one starts afresh."""
         self._weight_update_active = False  # vLLM would refuse another start, and its own way out is to finish
+
+
+def _forget_packed_experts(model: nn.Module) -> None:
+    """Make every layer of experts pack its next weights for the CPU's kernel as it packed the first.
+
+    vLLM packs them when it sets the kernel up, and takes a layer whose kernel stands to need only a copy: plain
+    weights would be copied over packed ones, or, where the shapes differ, not at all.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def missing_parameters(model: nn.Module, *, tied: bool) -> list[str]:

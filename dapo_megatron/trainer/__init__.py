@@ -18,7 +18,9 @@ for message in (
 ):
     warnings.filterwarnings("ignore", message=message)
 if not device.has_cuda():  # there are no CUDA queues whose number could be wrong
-    warnings.filterwarnings("ignore", message="When using (async grad allreduce|sequence parallelism) it is recommended")
+    warnings.filterwarnings(
+        "ignore", message="When using (async grad allreduce|sequence parallelism) it is recommended"
+    )
 
 precision.set_environment()  # before megatron-core imports Transformer Engine
 device.import_megatron()

@@ -72,8 +72,13 @@ def running(
 
 @pytest.fixture(scope="session")
 def task(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts whose gold answer is a character that the random model says next now and then, but not always."""
-    model, tokenizer = load(tiny_model), Tokenizer(tiny_model)
+    """The prompts of `write_task` for the shared server's model."""
+    return write_task(tiny_model, tmp_path_factory.mktemp("task"))
+
+
+def write_task(folder: Path, to: Path) -> Path:
+    """Prompts whose gold answer is a character that a random model says next now and then, but not always."""
+    model, tokenizer = load(folder), Tokenizer(folder)
     rows = []
     for number in range(200):
         prompt = f"{number:03d}" * 12
@@ -84,6 +89,6 @@ def task(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if LEAST_SHARE < shares[best] < MOST_SHARE:
             rows.append({"prompt": prompt, "reward_model": {"ground_truth": tokenizer.decode([best])}})
     assert len(rows) >= 10, "the random model is too sure or too unsure everywhere"
-    path = tmp_path_factory.mktemp("task") / "task.jsonl"
+    path = to / "task.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

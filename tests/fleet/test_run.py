@@ -21,7 +21,8 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.monitoring.metrics import read_metrics
 from dapo_megatron.rollout.journal import Journal
 from dapo_megatron.run_state.store import latest_state
-from tests.fleet.tiny import load, log_probs
+from tests.fleet.conftest import write_task
+from tests.fleet.tiny import load, log_probs, write_tiny_model
 from tests.models import REPOSITORY
 from tests.processes import descendants, gone_within
 
@@ -167,11 +168,32 @@ def test_resume_in_bf16_over_tensor_parallel_ranks(recorded: Path, config_path: 
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])
-def test_weights_of_a_split_model_reach_the_servers(config_path: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        ["parallel.pipeline=2"],
+        ["parallel.context=2", "algorithm.loss=gspo", "algorithm.aggregation=sequence_mean"],
+    ],
+    ids=" ".join,
+)
+def test_weights_of_a_split_model_reach_the_servers(config_path: Path, tmp_path: Path, layout: list[str]) -> None:
     """The proof at the start of every run (law 3) and the log-probs of every answer hold with two ranks."""
-    train(config_path, f"run.dir={tmp_path}", "run.steps=2", "evaluation.data=null", layout, ranks=2)
-    for record in read_metrics(tmp_path):
+    train(config_path, f"run.dir={tmp_path}", "run.steps=2", "evaluation.data=null", *layout, ranks=2)
+    check_answers(tmp_path)
+
+
+def test_experts_spread_over_ranks_reach_the_servers(tiny_fleet: FleetConfig, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", experts=True)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(sections(model, write_task(model, tmp_path), tiny_fleet, tmp_path / "run")))
+    train(config, "run.steps=2", "evaluation.data=null", "parallel.expert=2", ranks=2)
+    check_answers(tmp_path / "run")
+
+
+def check_answers(run_dir: Path) -> None:
+    """The servers' log-probs of every answer are the trainer's."""
+    for record in read_metrics(run_dir):
         assert record["first_log_ratio"] == 0.0
         assert record["rollout_diff_max"] < 1e-3
 
