@@ -156,3 +156,19 @@ def test_metrics_of_a_step() -> None:
     assert all(combined[name] == 3.0 for name in MAXIMA)
     assert combined["first_log_ratio"] == 1.0
     assert combine([]) == {}
+
+
+def test_an_update_that_overflows_fp16_is_skipped_and_counted(make_policy: Make) -> None:
+    policy = make_policy("fp16", lr=1e-3)
+    before = {name: p.detach().clone() for name, p in policy.chunks[0].named_parameters()}
+    (scaler,) = {member.grad_scaler for member in policy.optimizer.chained_optimizers}
+    scaler._scale.fill_(2.0**40)
+    metrics = update(policy)
+    assert metrics["skipped_updates"] == 1.0
+    assert all(torch.equal(before[name], p) for name, p in policy.chunks[0].named_parameters())
+    assert float(scaler.scale) == 2.0**39
+    scaler._scale.fill_(2.0**8)
+    metrics = update(policy)
+    assert metrics["skipped_updates"] == 0.0
+    assert metrics["grad_norm"] > 0
+    assert not all(torch.equal(before[name], p) for name, p in policy.chunks[0].named_parameters())
