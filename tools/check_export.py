@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,9 @@ def largest_difference(model: PreTrainedModel, groups: Sequence[Group], config: 
     policy = Policy(config, parallel.initialize(config.parallel, seed=1))
     header, tokens = flatten(0, groups, {}, {})
     everything = select(header, tokens, np.arange(header.num_responses, dtype=np.int32))
-    budget = config.training.micro_batch_tokens
-    plans = plan_batch(header, mini_batch=header.num_responses, data_ranks=1, micro_batch_tokens=budget)
-    batch = build_batch(header, plans, everything, data_rank=0, device=torch.device("cpu"))
+    rules = replace(policy.packing, mini_batch=header.num_responses)
+    plans = plan_batch(header, rules)
+    batch = build_batch(header, plans, everything, rules, data_rank=0, context_rank=0, device=torch.device("cpu"))
     ours = gather_by_response(batch.micro_batches(), policy.log_probs(batch))
     worst = 0.0
     for r, group in enumerate(groups):
