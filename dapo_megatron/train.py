@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dapo_megatron.algorithm.advantage import group_advantages
+from dapo_megatron.algorithm.advantage import response_advantages
 from dapo_megatron.checkpoint.export import export_hf
 from dapo_megatron.config.load import load_config
 from dapo_megatron.config.preflight import preflight
@@ -64,11 +64,13 @@ def step(policy: Policy, feed: Feed, weights: WeightSync, state: RunState, monit
         monitor.note(f"the run ends here: {batch.reason}")
         return False
     header = batch.header
+    recomputed = policy.config.algorithm.old_log_probs == "recompute"
     updates: list[Metrics] = []
     if header.num_responses:
         with monitor.phase("old_log_probs"):
-            batch.set_old_log_probs(policy.log_probs(batch))
-        batch.set_advantages(group_advantages(torch.from_numpy(header.rewards), torch.from_numpy(header.groups)))
+            batch.set_old_log_probs(policy.old_log_probs(batch))
+        rewards, groups, lengths = map(torch.from_numpy, (header.rewards, header.groups, header.response_lengths))
+        batch.set_advantages(response_advantages(rewards, groups, lengths, policy.config.algorithm.advantage))
         policy.start_step()
         with monitor.phase("update"):
             for i, mini_batch in enumerate(batch.mini_batches()):
@@ -78,7 +80,7 @@ def step(policy: Policy, feed: Feed, weights: WeightSync, state: RunState, monit
             weights.push(state.version + 1)  # every server, hashes checked, prefix caches reset
     with monitor.phase("save"):
         state.finish_step(header.cursor, state.version + bool(updates))
-    monitor.step(state.step, {**header.stats, "skipped": float(not updates), **combine(updates)})
+    monitor.step(state.step, {**header.stats, "skipped": float(not updates), **combine(updates, recomputed=recomputed)})
     return True
 
 

@@ -65,7 +65,7 @@ class BatchHeader:
     response_lengths: Int32  # [R]
     rewards: Float32  # [R] correctness + overlong
     correct: Bool  # [R]
-    truncated: Bool  # [R] the engine stopped at max_tokens
+    truncated: Bool  # [R] the engine stopped at the most tokens an answer may have
     versions: Int32  # [R, 2] weight version of the first and the last token
     stats: dict[str, float] = field(default_factory=dict)
     cursor: dict[str, Any] = field(default_factory=dict)

@@ -35,8 +35,9 @@ GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 4, 24, 12  # the batch: at 
 MICRO_BATCH_TOKENS = 96  # a few sequences: several micro-batches on each rank
 WHOLE_BATCH = 65536  # micro-batch of the reference
 LOG_PROB_CHUNK = 64
-# log r of a response has about 0.25 / sqrt(its tokens) of standard deviation: bounds that clip some, not all.
-GSPO_CLIP = {"low": 0.05, "high": 0.07}
+# Clipping that fits the loss, where the defaults do not. log r of a response has about 0.25 / sqrt(its tokens) of
+# standard deviation: bounds that clip some, not all.
+CLIP: dict[str, dict[str, float | None]] = {"gspo": {"low": 0.05, "high": 0.07}, "cispo": {"dual": None}}
 # fp64 weights 8, main gradient 4, the optimizer's buffer 4, the checkpoint's mapped file 4; there is no update, and so
 # no Adam states. The rest is libraries, activations and logits of a few hundred tokens. SmolLM2-135M took 4.5 GB.
 BYTES_PER_PARAMETER = 20
@@ -173,7 +174,7 @@ def layout_config(options: argparse.Namespace, parallel: ParallelConfig, groups:
             "algorithm": {
                 "loss": options.loss,
                 "aggregation": options.aggregation,
-                "clip": GSPO_CLIP if options.loss == "gspo" else {},
+                "clip": CLIP.get(options.loss, {}),
             },
             "training": training.model_dump(),
             "parallel": parallel.model_dump(),

@@ -86,7 +86,7 @@ def answer(model: PreTrainedModel, prompts: Sequence[Prompt], tokenizer: Tokeniz
                 temperature=config.evaluation.temperature,
                 top_p=config.evaluation.top_p,
                 top_k=0,
-                max_new_tokens=rollout.max_tokens,
+                max_new_tokens=config.generation_limit,
                 eos_token_id=ends,
                 pad_token_id=ends[0],
             )

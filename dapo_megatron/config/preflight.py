@@ -117,10 +117,10 @@ def _check_shard(shard: Path, names: set[str] | None) -> None:
 
 def check_lengths(config: Config, architecture: Architecture) -> None:
     """Prompt and answer fit the positions the model was made for."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    longest = config.longest_sequence
     if longest > architecture.max_positions:
         raise UserError(
-            f"data.max_prompt_tokens + rollout.max_tokens = {longest} is more than the "
+            f"{config.longest_sequence_keys} = {longest} is more than the "
             f"{architecture.max_positions} positions of {config.model.path}"
         )
 

@@ -11,8 +11,17 @@ class RolloutConfig(Section):
     """How answers are sampled and which groups are trained on."""
 
     prompts_per_step: int = Field(512, ge=1, description="N: groups in a training batch.")
-    samples_per_prompt: int = Field(16, ge=2, description="G: answers per prompt (a group).")
-    max_tokens: int = Field(20480, ge=1, description="L_max: most tokens of one answer.")
+    samples_per_prompt: int = Field(
+        16,
+        ge=1,
+        description="G: answers per prompt (a group). 1 only with algorithm.advantage.estimator reinforce_pp and "
+        "without dynamic_sampling.",
+    )
+    max_tokens: int = Field(
+        20480,
+        ge=1,
+        description="L_max: most tokens of one answer (algorithm.overlong.shift=past_max lets it have more).",
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs are of logits / temperature.")
     top_p: float = Field(1.0, description="Must be 1: with less, importance ratios are undefined for cut tokens.")
     stop: list[str] = Field(

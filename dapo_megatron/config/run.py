@@ -51,6 +51,23 @@ class Config(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Metrics.")
 
     @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> "Config":
+        estimator = self.algorithm.advantage.estimator
+        if self.rollout.samples_per_prompt > 1:
+            return self
+        if estimator != "reinforce_pp":
+            raise ValueError(
+                f"rollout.samples_per_prompt (1) must be at least 2 with algorithm.advantage.estimator={estimator}, "
+                "which compares the answers to a prompt; reinforce_pp allows 1"
+            )
+        if self.rollout.dynamic_sampling:
+            raise ValueError(
+                "rollout.dynamic_sampling (true) must be false with rollout.samples_per_prompt=1: one answer is "
+                "never both right and wrong, so that no group would be kept"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batches_fit(self) -> "Config":
         group, batch, mini = self.rollout.samples_per_prompt, self.responses_per_step, self.training.mini_batch
         if mini % group:
@@ -63,9 +80,10 @@ class Config(Section):
                 f"rollout.prompts_per_step x rollout.samples_per_prompt ({batch}) must be a multiple of "
                 f"training.mini_batch ({mini})"
             )
-        if self.algorithm.overlong.cache_tokens > self.rollout.max_tokens:
+        overlong = self.algorithm.overlong
+        if overlong.shift == "before_max" and overlong.cache_tokens > self.rollout.max_tokens:
             raise ValueError(
-                f"algorithm.overlong.cache_tokens ({self.algorithm.overlong.cache_tokens}) must not exceed "
+                f"algorithm.overlong.cache_tokens ({overlong.cache_tokens}) must not exceed "
                 f"rollout.max_tokens ({self.rollout.max_tokens})"
             )
         self._micro_batches_fit()
@@ -74,13 +92,13 @@ class Config(Section):
     def _micro_batches_fit(self) -> None:
         """A micro-batch holds the longest sequence with its padding, and ends where the layout and FP8 allow."""
         size = self.training.micro_batch_tokens
-        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
+        longest = self.longest_sequence
         alignment = sequence_alignment(self.training, self.parallel)
         if size < (padded := math.ceil(longest / alignment) * alignment):
             padding = f", padded to a multiple of {alignment}: {padded}" if padded > longest else ""
             raise ValueError(
                 f"training.micro_batch_tokens ({size}) must hold the longest sequence: "
-                f"data.max_prompt_tokens + rollout.max_tokens = {longest}{padding}"
+                f"{self.longest_sequence_keys} = {longest}{padding}"
             )
         if size % (multiple := packed_alignment(self.training, self.parallel)):
             below = size // multiple * multiple
@@ -93,3 +111,20 @@ class Config(Section):
     def responses_per_step(self) -> int:
         """Responses in a full training batch, N x G."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def generation_limit(self) -> int:
+        """Most tokens of one answer: L_max, and L_cache more where the overlong penalty grows past L_max."""
+        overlong = self.algorithm.overlong
+        return self.rollout.max_tokens + (overlong.cache_tokens if overlong.shift == "past_max" else 0)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest answer."""
+        return self.data.max_prompt_tokens + self.generation_limit
+
+    @property
+    def longest_sequence_keys(self) -> str:
+        """The keys whose sum is `longest_sequence`, for messages."""
+        past_max = " + algorithm.overlong.cache_tokens" if self.algorithm.overlong.shift == "past_max" else ""
+        return f"data.max_prompt_tokens + rollout.max_tokens{past_max}"

@@ -16,7 +16,7 @@ def plan(config: Config, num_ranks: int, nodes: int = 1) -> dict[str, str]:
     responses = config.responses_per_step
     updates = responses // config.training.mini_batch
     budget = "no limit" if rollout.prompt_budget is None else f"at most {rollout.prompt_budget}"
-    sequence = config.data.max_prompt_tokens + rollout.max_tokens
+    sequence = config.longest_sequence
     return {
         "ranks": f"{num_ranks} = tensor {parallel.tensor} x context {parallel.context} x data {data_parallel} x "
         f"pipeline {parallel.pipeline}, on {nodes} {'node' if nodes == 1 else 'nodes'}",

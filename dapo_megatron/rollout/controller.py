@@ -86,8 +86,8 @@ class RolloutWork:
         self._journal = Journal(Path(config.run.dir) / "rollouts")
         grader = Grader(tokenizer, config.data.reward, rollout.stop, config.algorithm.overlong, rollout.max_tokens)
         ends = tokenizer.end_token_ids(rollout.stop)
-        training = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, ends)
-        held_out_sampling = Sampling(rollout.max_tokens, evaluation.temperature, evaluation.top_p, ends)
+        training = Sampling(config.generation_limit, rollout.temperature, rollout.top_p, ends)
+        held_out_sampling = Sampling(config.generation_limit, evaluation.temperature, evaluation.top_p, ends)
         self._sampler = Sampler(
             data.train.prompts,
             data.cursor,

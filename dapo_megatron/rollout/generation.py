@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_megatron.algorithm.overlong import overlong_penalty
+from dapo_megatron.algorithm.overlong import brevity_bonus, overlong_penalty
 from dapo_megatron.config.algorithm import OverlongConfig
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.rewards import grade
@@ -18,7 +18,10 @@ from dapo_megatron.types import Prompt, Sample
 
 
 class Grader:
-    """Gives an answer its reward: 1 if it is right and -1 if not (eq. 7), plus the overlong penalty (eq. 13)."""
+    """Gives an answer its reward: 1 if it is right and -1 if not (eq. 7), plus what its length adds (eq. 13, brevity).
+
+    `max_tokens` is L_max.
+    """
 
     def __init__(self, tokenizer: Tokenizer, rule: str, stop: list[str], overlong: OverlongConfig, max_tokens: int):
         self._tokenizer = tokenizer
@@ -30,18 +33,20 @@ class Grader:
     def sample(self, answer: Generated, ground_truth: str) -> Sample:
         """Judge one answer, in bounded time for any text."""
         verdict = grade(self._text(answer), ground_truth, self._rule)
-        penalty = overlong_penalty(
-            len(answer.token_ids), self._max_tokens, self._overlong.cache_tokens, self._overlong.factor
-        )
         return Sample(
             token_ids=np.array(answer.token_ids, dtype=np.int32),
             log_probs=np.array(answer.log_probs, dtype=np.float32),
             finish_reason=answer.finish_reason,
             versions=answer.versions,
             correct=verdict.correct,
-            reward=(1.0 if verdict.correct else -1.0) + float(penalty),
+            reward=(1.0 if verdict.correct else -1.0) + self._length_reward(len(answer.token_ids), verdict.correct),
             reason=verdict.reason,
         )
+
+    def _length_reward(self, length: int, correct: bool) -> float:
+        rule = self._overlong
+        penalty = overlong_penalty(length, self._max_tokens, rule.cache_tokens, rule.factor, rule.shift)
+        return float(penalty + brevity_bonus(length, correct, self._max_tokens, rule.brevity))
 
     def _text(self, answer: Generated) -> str:
         """The text up to the first stop string: the token that ended the answer may hold more than that string."""

@@ -22,7 +22,7 @@ from dapo_megatron.trainer.build import Targets
 from dapo_megatron.trainer.layers import Backend, resolve_backend, te_packed
 from dapo_megatron.trainer.packing import CostModel, plan_micro_batches
 from dapo_megatron.trainer.parallel import Layout
-from dapo_megatron.types import BatchHeader, Int32, TokenBlock
+from dapo_megatron.types import BatchHeader, Bool, Int32, TokenBlock
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class PackingRules:
     """What a layout and a precision ask of packed micro-batches. Tokens are those of a whole context-parallel group."""
 
     mini_batch: int  # responses per update
+    filter_truncated: bool  # responses that the engine cut off contribute no token to the loss
     micro_batch_tokens: int  # most packed tokens of a micro-batch, padding included
     data_ranks: int
     context: int  # ranks that share each sequence
@@ -51,6 +52,7 @@ class PackingRules:
         interleaved = parallel.virtual_pipeline > 1
         return cls(
             mini_batch=training.mini_batch,
+            filter_truncated=config.algorithm.overlong.filter,
             micro_batch_tokens=training.micro_batch_tokens,
             data_ranks=layout.data,
             context=parallel.context,
@@ -86,10 +88,11 @@ def plan_batch(header: BatchHeader, rules: PackingRules) -> list[MiniBatchPlan]:
     """
     num_groups = len(header.prompt_lengths)
     updates = -(-header.num_responses // rules.mini_batch)
+    contributing = contributes(header, rules)
     plans = []
     for groups in np.array_split(np.arange(num_groups), updates) if num_groups else []:
         responses = np.flatnonzero(np.isin(header.groups, groups)).astype(np.int32)
-        trained = responses[header.response_lengths[responses] > 0]
+        trained = responses[contributing[responses]]
         lengths = rules.padded(input_lengths(header)[trained])
         if len(lengths) and lengths.max() > rules.micro_batch_tokens:
             raise UserError(
@@ -105,6 +108,12 @@ def plan_batch(header: BatchHeader, rules: PackingRules) -> list[MiniBatchPlan]:
         )
         plans.append(MiniBatchPlan(responses, [[[int(trained[i]) for i in m] for m in rank] for rank in parts]))
     return plans
+
+
+def contributes(header: BatchHeader, rules: PackingRules) -> Bool:
+    """Whether a response has tokens in the loss, bool [R]: not where it is empty, or cut off and filtered for that."""
+    filtered = header.truncated & rules.filter_truncated
+    return (header.response_lengths > 0) & ~filtered
 
 
 def input_lengths(header: BatchHeader) -> Int32:
@@ -137,7 +146,7 @@ class MicroBatch:
 class MiniBatch:
     """This rank's micro-batches of one update.
 
-    `num_tokens` counts response tokens and `num_responses` responses that have any, over all ranks.
+    `num_tokens` counts the response tokens in the loss and `num_responses` the responses that have any, over all ranks.
     """
 
     micro_batches: list[MicroBatch]
@@ -175,6 +184,10 @@ class Batch:
         for micro, log_probs in zip(self.micro_batches(), per_micro_batch, strict=True):
             micro.old_log_probs = log_probs
 
+    def rollout_log_probs(self) -> list[Tensor]:
+        """What the engine reported of the response tokens, per micro-batch of this rank, fp32 [n] each."""
+        return [micro.rollout_log_probs for micro in self.micro_batches()]
+
 
 def share_of(plans: list[MiniBatchPlan], data_rank: int) -> Int32:
     """The responses whose tokens a rank needs, int32, ascending."""
@@ -199,6 +212,7 @@ def build_batch(
     def total(members: list[int]) -> int:
         return -(-max(1, int(lengths[members].sum())) // rules.total_multiple) * rules.total_multiple
 
+    contributing = contributes(header, rules)
     longest = max((total(m) for plan in plans for m in plan.micro_batches[data_rank]), default=0)
     mini_batches = []
     for plan in plans:
@@ -209,8 +223,8 @@ def build_batch(
                 [rows[r] for r in members], lengths[members], longest if rules.same_length else total(members)
             )
             micro_batches.append(packed.on_rank(context_rank, rules, header.num_responses, device))
-        trained = header.response_lengths[plan.responses]
-        mini_batches.append(MiniBatch(micro_batches, int(trained.sum()), int((trained > 0).sum())))
+        trained = plan.responses[contributing[plan.responses]]
+        mini_batches.append(MiniBatch(micro_batches, int(header.response_lengths[trained].sum()), len(trained)))
     return Batch(header, mini_batches)
 
 

@@ -12,8 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dapo_megatron.algorithm.aggregation import aggregate
-from dapo_megatron.algorithm.policy_loss import policy_loss, response_log_ratio_sums
+from dapo_megatron.algorithm.correction import RolloutCorrection, rollout_correction
+from dapo_megatron.algorithm.policy_loss import clip_range, policy_loss, response_log_ratio_sums
 from dapo_megatron.checkpoint.hf import HFReader
+from dapo_megatron.config.algorithm import AlgorithmConfig
 from dapo_megatron.config.precision_rules import check_precision
 from dapo_megatron.config.run import Config
 from dapo_megatron.models.registry import architecture_of
@@ -25,22 +27,33 @@ from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.precision import check_machine
 
 # Summed over the tokens of a mini-batch and divided by their number, and taken at their largest.
-MEANS = ("clip_high", "clip_low", "clip_dual", "entropy", "log_ratio_abs", "rollout_diff")
+MEANS = (
+    "clip_high",
+    "clip_low",
+    "clip_dual",
+    "entropy",
+    "log_ratio_abs",
+    "rollout_diff",
+    "rollout_weight",
+    "rollout_truncated",
+    "rollout_masked",
+)
 MAXIMA = ("ratio_max", "rollout_diff_max")
 Metrics = dict[str, float]
 _Outputs = tuple[Tensor, Tensor]  # log-probs fp32 [n], entropy fp32 [n]
 
 
-def combine(updates: Sequence[Metrics]) -> Metrics:
+def combine(updates: Sequence[Metrics], *, recomputed: bool = True) -> Metrics:
     """Metrics of a step from those of its updates: means, and the largest of MAXIMA.
 
-    `first_log_ratio` is the first update's mean |log r|: 0 where the trainer's kernels are deterministic (law 6).
+    `first_log_ratio` is the first update's mean |log r|: 0 where the trainer's kernels are deterministic (law 6). It is
+    left out where pi_old was not `recomputed`: it would be the difference between engine and trainer.
     """
     if not updates:
         return {}
     combined = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
     combined |= {name: max(update[name] for update in updates) for name in MAXIMA}
-    return combined | {"first_log_ratio": updates[0]["log_ratio_abs"]}
+    return combined | ({"first_log_ratio": updates[0]["log_ratio_abs"]} if recomputed else {})
 
 
 class Policy:
@@ -70,6 +83,11 @@ class Policy:
         megatron_config.finalize_model_grads_func = finalize_model_grads
         megatron_config.grad_scale_func = self.optimizer.scale_loss  # fp16's loss scale; 1 otherwise
 
+    def old_log_probs(self, batch: Batch) -> list[Tensor]:
+        """Log-probs under pi_old, as `algorithm.old_log_probs` says: by this policy or the engine, fp32 [n] each."""
+        recomputed = self.config.algorithm.old_log_probs == "recompute"
+        return self.log_probs(batch) if recomputed else batch.rollout_log_probs()
+
     def log_probs(self, batch: Batch) -> list[Tensor]:
         """Log-probs of the response tokens under the current weights, per micro-batch of this rank.
 
@@ -92,7 +110,7 @@ class Policy:
         return stored or [torch.empty(0)] * len(micro_batches)
 
     def start_step(self) -> None:
-        """Advance the learning-rate schedule: once per rollout step, however many updates it holds."""
+        """Advance the schedules of learning rate and clip range: once per rollout step, for all its updates."""
         self.scheduler.step(1)
 
     def update(self, mini_batch: MiniBatch) -> Metrics:
@@ -100,16 +118,19 @@ class Policy:
 
         Raises:
             RuntimeError: if a gradient is not finite. Not with fp16, whose loss scale is then lowered and the step
-                skipped, which the metric `skipped_updates` counts.
+                skipped, which the metric `skipped_updates` counts, as it does mini-batches without any token.
         """
         metrics = self.gradients(mini_batch)
+        lr = self.optimizer.param_groups[0]["lr"]
+        if not mini_batch.num_tokens:  # all filtered: momentum and weight decay alone would still move the weights
+            return metrics | {"grad_norm": 0.0, "lr": lr, "skipped_updates": 1.0}
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded and self.config.training.precision != "fp16":
             raise RuntimeError("the optimizer step was skipped: gradients are not finite")
         device.release_memory()
         return metrics | {
             "grad_norm": float(grad_norm) if succeeded else float("nan"),
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": lr,
             "skipped_updates": float(not succeeded),
         }
 
@@ -154,6 +175,16 @@ class Policy:
             **options,
         )
 
+    def _algorithm_now(self) -> AlgorithmConfig:
+        """The algorithm's section, with the clip range of this rollout step.
+
+        The learning-rate schedule counts the steps, and a resumed run has its count.
+        """
+        algorithm = self.config.algorithm
+        low, high = clip_range(algorithm.clip, self.scheduler.num_steps)
+        clip = algorithm.clip.model_copy(update={"low": low, "high": high, "warmup": None})
+        return algorithm.model_copy(update={"clip": clip})
+
     def _loss(self, mini_batch: MiniBatch, micro: MicroBatch, outputs: _Outputs) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, tokens, metrics [1 + MEANS + MAXIMA]) of one micro-batch.
 
@@ -163,7 +194,7 @@ class Policy:
         """
         log_probs, entropy = outputs
         mask = torch.ones_like(log_probs, dtype=torch.bool)
-        algorithm = self.config.algorithm
+        algorithm = self._algorithm_now()
         result = policy_loss(
             log_probs,
             micro.old_log_probs,
@@ -171,10 +202,16 @@ class Policy:
             mask,
             micro.responses,
             algorithm,
-            sequence_log_ratio=self._sequence_log_ratio(micro, log_probs) if algorithm.loss == "gspo" else None,
+            sequence_log_ratio=self._sequence_log_ratio(micro, log_probs, micro.old_log_probs)
+            if algorithm.loss == "gspo"
+            else None,
         )
+        correction = self._correction(micro, mask)
+        losses = result.losses * correction.weights
+        if algorithm.entropy_coefficient:
+            losses = losses - algorithm.entropy_coefficient * entropy  # aggregation is linear
         loss = aggregate(
-            result.losses,
+            losses,
             mask,
             micro.responses,
             algorithm.aggregation,
@@ -186,7 +223,17 @@ class Policy:
         with torch.no_grad():
             log_ratio = (log_probs - micro.old_log_probs).abs()
             rollout_diff = (micro.old_log_probs - micro.rollout_log_probs).abs()
-            sums = (result.clipped_high, result.clipped_low, result.clipped_dual, entropy, log_ratio, rollout_diff)
+            sums = (
+                result.clipped_high,
+                result.clipped_low,
+                result.clipped_dual,
+                entropy,
+                log_ratio,
+                rollout_diff,
+                correction.ratio,
+                correction.truncated,
+                correction.masked,
+            )
             largest = (result.ratio, rollout_diff)
             stored = torch.stack(
                 [loss.double()]
@@ -197,10 +244,25 @@ class Policy:
         total = loss * mini_batch.num_tokens if len(log_probs) else log_probs.sum() * 0.0
         return total, torch.tensor(len(log_probs), dtype=torch.int, device=log_probs.device), stored
 
-    def _sequence_log_ratio(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
-        """For each token the mean log-ratio of its whole response, of which this rank may hold a part. fp64 [n]."""
+    def _correction(self, micro: MicroBatch, mask: Tensor) -> RolloutCorrection:
+        """Weights of this rank's tokens for the difference between trainer and engine."""
+        old, rollout, config = micro.old_log_probs, micro.rollout_log_probs, self.config.algorithm.rollout_correction
+        return rollout_correction(
+            old,
+            rollout,
+            mask,
+            micro.responses,
+            config,
+            sequence_log_ratio=None if config.level == "token" else self._sequence_log_ratio(micro, old, rollout),
+            response_lengths=micro.response_lengths,
+        )
+
+    def _sequence_log_ratio(self, micro: MicroBatch, log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+        """For each token the mean of `log_probs - old_log_probs` over its whole response, of which this rank may hold
+        a part. fp64 [n].
+        """
         mask = torch.ones_like(log_probs, dtype=torch.bool)
-        sums = response_log_ratio_sums(log_probs, micro.old_log_probs, mask, micro.responses, micro.batch_responses)
+        sums = response_log_ratio_sums(log_probs, old_log_probs, mask, micro.responses, micro.batch_responses)
         if self.layout.context > 1:
             dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
         return sums[micro.responses] / micro.response_lengths

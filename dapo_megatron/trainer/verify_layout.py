@@ -117,7 +117,7 @@ def random_batch(policy: Policy, seed: int = 0) -> Batch:
         groups=rollout.prompts_per_step,
         samples=rollout.samples_per_prompt,
         max_prompt_tokens=policy.config.data.max_prompt_tokens,
-        max_tokens=rollout.max_tokens,
+        max_tokens=policy.config.generation_limit,
         seed=seed,
     )
     batch = build_batch(

@@ -22,7 +22,14 @@ from tests.batches import make_config
 # Name, and what it replaces in the `algorithm` section. Responses' ratios stay nearer to 1 than tokens'.
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sequence_mean": {"aggregation": "sequence_mean"},
-    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip": {"low": 0.05, "high": 0.07}},
+    "gspo": {
+        "loss": "gspo",
+        "aggregation": "sequence_mean",
+        "clip": {"low": 0.05, "high": 0.07},
+        "entropy_coefficient": 0.1,
+        # The made-up engine is far from the model: some responses' weights lie within these bounds, some do not.
+        "rollout_correction": {"mode": "mis", "level": "sequence_mean", "low": 0.05},
+    },
     "token_mean": {},
 }
 ON_POLICY = "sequence_mean"  # the others start from an older policy, so that clipping acts

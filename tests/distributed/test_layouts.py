@@ -192,6 +192,7 @@ def test_the_reference_exercises_what_layouts_break(outcome: Outcome, family: st
     for objective in OBJECTIVES.keys() - {ON_POLICY}:
         assert metrics[objective]["clip_high"] > 0
         assert metrics[objective]["clip_low"] > 0
+    assert 0 < metrics["gspo"]["rollout_masked"] < 1
     assert len({metrics[objective]["loss"] for objective in OBJECTIVES}) == len(OBJECTIVES)
     assert metrics["updates"]["first"] > 0.05  # the gradient is clipped
     assert metrics["updates"]["first"] != metrics["updates"]["second"]

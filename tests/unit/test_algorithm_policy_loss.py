@@ -1,4 +1,4 @@
-"""The clipped objective on ratios of tokens and of responses, and log-probs with temperature."""
+"""The clipped objective on ratios of tokens and of responses, its clip range, and log-probs with temperature."""
 
 import math
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dapo_megatron.algorithm.aggregation import aggregate
 from dapo_megatron.algorithm.log_prob import log_probs_and_entropy
-from dapo_megatron.algorithm.policy_loss import PolicyLoss, policy_loss, response_log_ratio_sums
-from dapo_megatron.config.algorithm import AlgorithmConfig, ClipConfig
+from dapo_megatron.algorithm.policy_loss import PolicyLoss, clip_range, policy_loss, response_log_ratio_sums
+from dapo_megatron.config.algorithm import AlgorithmConfig, ClipConfig, ClipWarmupConfig
 
 # ratio, advantage, dual clip, loss, gradient with respect to the log-prob
 TABLE = [
@@ -25,6 +25,7 @@ TABLE = [
 ]
 
 GSPO = AlgorithmConfig(loss="gspo", clip=ClipConfig(low=0.2, high=0.28, dual=None))
+CISPO = AlgorithmConfig(loss="cispo", clip=ClipConfig(low=0.2, high=0.28, dual=None))
 
 
 def one_response(tokens: int) -> tuple[Tensor, Tensor]:
@@ -32,11 +33,13 @@ def one_response(tokens: int) -> tuple[Tensor, Tensor]:
     return torch.ones(tokens, dtype=torch.bool), torch.zeros(tokens, dtype=torch.long)
 
 
-def loss_at(ratio: list[float], advantage: list[float], clip: ClipConfig) -> tuple[PolicyLoss, Tensor]:
+def loss_at(
+    ratio: list[float], advantage: list[float], clip: ClipConfig, loss: str = "ppo_clip"
+) -> tuple[PolicyLoss, Tensor]:
     """Losses and gradients at the given ratios, float64."""
     log_probs = torch.tensor(ratio, dtype=torch.float64).log().requires_grad_()
     old, advantages = torch.zeros_like(log_probs), torch.tensor(advantage, dtype=torch.float64)
-    result = policy_loss(log_probs, old, advantages, *one_response(len(ratio)), AlgorithmConfig(clip=clip))
+    result = policy_loss(log_probs, old, advantages, *one_response(len(ratio)), AlgorithmConfig(loss=loss, clip=clip))
     (gradient,) = torch.autograd.grad(result.losses.sum(), log_probs)
     return result, gradient
 
@@ -76,7 +79,57 @@ def test_indicators_name_the_bound_that_acts() -> None:
     assert not result.ratio.requires_grad
 
 
-@pytest.mark.parametrize("config", [AlgorithmConfig(), GSPO], ids=["ppo_clip", "gspo"])
+@settings(deadline=None)
+@given(
+    st.floats(0.01, 60).filter(lambda r: all(abs(r - edge) > 1e-6 for edge in (0.72, 1.28, 10))),
+    st.floats(-3, 3),
+    st.sampled_from([None, 10.0]),
+)
+def test_by_sign_mirrors_the_interval_of_a_negative_advantage(
+    ratio: float, advantage: float, dual: float | None
+) -> None:
+    result, gradient = loss_at([ratio], [advantage], ClipConfig(dual=dual, by_sign=True))
+    low, high = (0.8, 1.28) if advantage > 0 else (0.72, 1.2)
+    expected = -min(ratio * advantage, min(max(ratio, low), high) * advantage)
+    if dual is not None and advantage < 0:
+        expected = min(expected, -dual * advantage)
+    assert result.losses.item() == pytest.approx(expected, abs=1e-9)
+    assert bool(result.clipped_low) == (advantage < 0 and ratio < 0.72)
+    assert bool(result.clipped_high) == (advantage > 0 and ratio > 1.28)
+    flat = bool(result.clipped_low | result.clipped_high | result.clipped_dual)
+    assert gradient.item() == (0 if flat else pytest.approx(-ratio * advantage, abs=1e-9))
+
+
+@pytest.mark.parametrize("low", [0.2, 1.0])
+def test_cispo_weights_every_log_prob_by_its_clipped_ratio(low: float) -> None:
+    """Both ends act on both signs, and no token loses its gradient; low 1 leaves no lower end."""
+    ratio, advantage = [1.5, 1.5, 0.5, 0.5, 1.1, 9e8, 1e-12, 2.0], [1.0, -1.0, 1.0, -2.0, 3.0, -1.0, 1.0, 0.0]
+    result, gradient = loss_at(ratio, advantage, ClipConfig(low=low, dual=None), "cispo")
+    weights = [min(max(r, 1 - low, math.exp(-20)), 1.28) for r in ratio]
+    expected = [-w * a for w, a in zip(weights, advantage, strict=True)]
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-12)
+    assert result.losses.tolist() == pytest.approx([g * math.log(r) for g, r in zip(expected, ratio, strict=True)])
+    assert result.clipped_low.tolist() == [low < 1 and r < 0.8 for r in ratio]
+    assert result.clipped_high.tolist() == [r > 1.28 and a != 0 for r, a in zip(ratio, advantage, strict=True)]
+    assert not result.clipped_dual.any()
+
+
+def test_clip_range_waits_and_then_goes_to_its_targets() -> None:
+    """From (0.1, 0.25) to (0.05, 0.35) in 5 steps, after 2 with the start values."""
+    clip = ClipConfig(low=0.05, high=0.35, warmup=ClipWarmupConfig(delay=2, steps=5, low=0.1, high=0.25))
+    lows, highs = zip(*(clip_range(clip, step) for step in range(9)), strict=True)
+    assert lows == pytest.approx([0.1, 0.1, 0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.05])
+    assert highs == pytest.approx([0.25, 0.25, 0.25, 0.27, 0.29, 0.31, 0.33, 0.35, 0.35])
+    assert clip_range(clip, 7) == (0.05, 0.35)  # exactly
+    assert clip_range(ClipConfig(), 1) == (0.2, 0.28)
+
+
+def test_clip_range_without_delay_moves_in_the_first_step() -> None:
+    clip = ClipConfig(low=0.2, high=0.4, warmup=ClipWarmupConfig(steps=2, low=0.1, high=0.2))
+    assert [clip_range(clip, step) for step in (1, 2)] == [pytest.approx((0.15, 0.3)), (0.2, 0.4)]
+
+
+@pytest.mark.parametrize("config", [AlgorithmConfig(), GSPO, CISPO], ids=["ppo_clip", "gspo", "cispo"])
 def test_on_policy_start_has_a_ratio_of_exactly_one(config: AlgorithmConfig) -> None:
     log_probs, advantages = torch.randn(100).requires_grad_(), torch.randn(100)
     result = policy_loss(log_probs, log_probs.detach().clone(), advantages, *one_response(100), config)
@@ -100,15 +153,18 @@ def test_far_log_ratios_stay_finite(log_ratio: float, dtype: torch.dtype) -> Non
     assert torch.isfinite(result.losses).all()
 
 
-def test_masked_tokens_have_no_effect_whatever_they_hold() -> None:
+@pytest.mark.parametrize(
+    ("config", "expected"), [(AlgorithmConfig(), (-1 + 10) / 2), (CISPO, (1 - 1.28 * 2) / 2)], ids=["ppo_clip", "cispo"]
+)
+def test_masked_tokens_have_no_effect_whatever_they_hold(config: AlgorithmConfig, expected: float) -> None:
     mask, responses = torch.tensor([True, False, True, False]), torch.tensor([0, 0, 0, -7])
     log_probs = torch.tensor([-1.0, math.nan, -2.0, math.inf]).requires_grad_()
     old, advantages = torch.tensor([-1.0, -1.0, -9.0, math.nan]), torch.tensor([1.0, math.nan, -1.0, math.inf])
-    result = policy_loss(log_probs, old, advantages, mask, responses, AlgorithmConfig())
+    result = policy_loss(log_probs, old, advantages, mask, responses, config)
     loss = aggregate(result.losses, mask, responses)
     (gradient,) = torch.autograd.grad(loss, log_probs)
-    assert loss.item() == pytest.approx((-1 + 10) / 2)
-    assert gradient.tolist() == [-0.5, 0, 0, 0]
+    assert loss.item() == pytest.approx(expected)
+    assert gradient.tolist() == pytest.approx([-0.5, 0, 0.64 if config is CISPO else 0, 0])
     assert result.losses[~mask].tolist() == result.ratio[~mask].tolist() == [0, 0]
     assert not (result.clipped_low | result.clipped_high | result.clipped_dual)[~mask].any()
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,16 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.algorithm.aggregation import Aggregation, aggregate
 from dapo_megatron.errors import UserError
+from dapo_megatron.models import llama
 from dapo_megatron.trainer.batching import Batch, MicroBatch, PackingRules, build_batch, plan_batch, share_of
 from dapo_megatron.trainer.packing import CostModel
+from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.types import BatchHeader, TokenBlock
-from tests.batches import make_batch, rows_of
+from tests.batches import make_batch, make_config, rows_of
+from tests.unit.config_helpers import LLAMA
 
 CPU = torch.device("cpu")
 VOCAB = 1000
 RULES = PackingRules(
     mini_batch=16,
+    filter_truncated=False,
     micro_batch_tokens=96,
     data_ranks=1,
     context=1,
@@ -209,6 +214,79 @@ def test_mini_batches_count_their_own_tokens() -> None:
     expected = [int(header.response_lengths[:8].sum()), int(header.response_lengths[8:].sum())]
     assert [mini.num_tokens for mini in batch.mini_batches()] == expected
     assert [mini.num_responses for mini in batch.mini_batches()] == [7, 8]
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize(("filtered", "loss"), [(True, 1.0), (False, None)])
+def test_a_cut_off_response_is_filtered_out_of_the_loss(mode: Aggregation, filtered: bool, loss: float | None) -> None:
+    """Two responses of 2 and 6 tokens with the losses 1 and 0; the engine cut the second one off."""
+    header = replace(header_of([3], [2, 6]), truncated=np.array([False, True]))
+    rules = replace(RULES, filter_truncated=filtered)
+    plans = plan_batch(header, rules)
+    share = share_of(plans, 0)
+    assert share.tolist() == ([0] if filtered else [0, 1])  # what the rank fetches
+    tokens = TokenBlock(
+        responses=share,
+        prompt_lengths=np.full(len(share), 3, np.int32),
+        response_lengths=header.response_lengths[share],
+        prompt_tokens=np.ones(3 * len(share), np.int32),
+        response_tokens=np.ones(header.response_lengths[share].sum(), np.int32),
+        rollout_log_probs=np.zeros(header.response_lengths[share].sum(), np.float32),
+    )
+    batch = build_batch(header, plans, tokens, rules, data_rank=0, context_rank=0, device=CPU)
+    ((micro,), (mini,)) = batch.micro_batches(), batch.mini_batches()
+    assert sorted(micro.responses.tolist()) == [0] * 2 + [1] * 6 * (not filtered)
+    assert (mini.num_tokens, mini.num_responses) == ((2, 1) if filtered else (8, 2))
+    batch.set_advantages(torch.tensor([1.0, -1.0]))  # rewards of the whole group stand behind both
+    assert micro.advantages[micro.responses == 0].tolist() == [1.0, 1.0]
+    value = aggregate(
+        (micro.responses == 0).double(),
+        torch.ones(len(micro.responses), dtype=torch.bool),
+        micro.responses,
+        mode,
+        num_tokens=mini.num_tokens,
+        num_responses=mini.num_responses,
+        response_lengths=micro.response_lengths,
+    )
+    assert value.item() == (loss or {"token_mean": 0.25, "sequence_mean": 0.5}[mode])
+
+
+def test_only_what_the_engine_cut_off_is_filtered() -> None:
+    """Empty, longest and cut-off responses over two updates and two ranks; the counts are each update's own."""
+    header = header_of([5, 5], [12, 12, 0, 4, 3, 12, 1, 2])
+    header = replace(header, truncated=np.array([0, 1, 1, 0, 1, 0, 0, 1], bool))
+    rules = replace(RULES, mini_batch=4, data_ranks=2, filter_truncated=True)
+    plans = plan_batch(header, rules)
+    assert sorted(np.concatenate([share_of(plans, rank) for rank in range(2)]).tolist()) == [0, 3, 5, 6]
+    tokens = TokenBlock(
+        responses=np.arange(8, dtype=np.int32),
+        prompt_lengths=np.full(8, 5, np.int32),
+        response_lengths=header.response_lengths,
+        prompt_tokens=np.ones(40, np.int32),
+        response_tokens=np.ones(46, np.int32),
+        rollout_log_probs=np.zeros(46, np.float32),
+    )
+    for rank in range(2):
+        batch = build_batch(header, plans, tokens, rules, data_rank=rank, context_rank=0, device=CPU)
+        assert [(mini.num_tokens, mini.num_responses) for mini in batch.mini_batches()] == [(16, 2), (13, 2)]
+
+
+def test_an_update_whose_responses_are_all_filtered_is_of_padding() -> None:
+    header = replace(header_of([5], [3, 4]), truncated=np.ones(2, bool))
+    rules = replace(RULES, data_ranks=2, filter_truncated=True)
+    plans = plan_batch(header, rules)
+    assert [plan.micro_batches for plan in plans] == [[[[]], [[]]]]
+    none = TokenBlock(*(np.zeros(0, np.int32) for _ in range(5)), np.zeros(0, np.float32))
+    batch = build_batch(header, plans, none, rules, data_rank=0, context_rank=0, device=CPU)
+    ((micro,), (mini,)) = batch.micro_batches(), batch.mini_batches()
+    assert (len(micro.responses), mini.num_tokens, mini.num_responses) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_the_filter_is_configured(chosen: bool) -> None:
+    config = make_config("unused", algorithm={"overlong": {"filter": chosen}})
+    layout = Layout(**{size.name: 1 for size in fields(Layout)})
+    assert PackingRules.of(config, llama.architecture(LLAMA), layout).filter_truncated is chosen
 
 
 @pytest.mark.parametrize(("total_multiple", "context", "length"), [(1, 1, 1), (12, 1, 12), (12, 2, 6)])

@@ -43,6 +43,8 @@ def test_plan_in_numbers(config_file: Path) -> None:
     assert in_numbers["prompts drawn per step"] == "4, dynamic sampling at most 20"
     assert in_numbers["updates in all"] == "16 in 4 steps"
     assert in_numbers["longest sequence"] == "136 tokens; 3 of them fill a micro-batch"
+    overrides += ["algorithm.overlong.shift=past_max", "algorithm.overlong.cache_tokens=40"]
+    assert plan(load_config(config_file, overrides), 12, 2)["longest sequence"].startswith("176 tokens; 2 of them")
 
 
 def test_user_error_is_one_sentence_and_exit_code_2(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

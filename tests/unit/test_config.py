@@ -62,12 +62,16 @@ def test_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
     [
         (
             "rollout.samples_per_prompt=1",
-            "rollout.samples_per_prompt=1 is not allowed, it must be greater than or equal to 2",
+            "rollout.samples_per_prompt (1) must be at least 2 with algorithm.advantage.estimator=group_norm",
         ),
         ("run.steps=many", "run.steps='many' is not allowed, it must be a valid integer"),
         ("fleet.dtype=int8", "fleet.dtype='int8' is not allowed, it must be 'float32', 'bfloat16' or 'float16'"),
         ("rollout=5", "rollout must be a section of keys, not 5"),
         ("rollout.top_p=0.9", "top_p must be 1 for training"),
+        (
+            "algorithm={old_log_probs: rollout, rollout_correction: {mode: tis}}",
+            "algorithm: rollout_correction.mode (tis) must be none with old_log_probs: rollout",
+        ),
         ("training.mini_batch=6", "training.mini_batch (6) must be a multiple of rollout.samples_per_prompt (4)"),
         ("training.mini_batch=12", "(16) must be a multiple of training.mini_batch (12)"),
         ("training.micro_batch_tokens=100", "data.max_prompt_tokens + rollout.max_tokens = 136"),
@@ -75,7 +79,34 @@ def test_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
             "algorithm.overlong.cache_tokens=9",
             "algorithm.overlong.cache_tokens (9) must not exceed rollout.max_tokens (8)",
         ),
+        (
+            "algorithm.overlong.shift=past_max",
+            "algorithm.overlong: shift=past_max needs cache_tokens > 0 (it is 0)",
+        ),
+        ("algorithm.overlong.shift=after", "algorithm.overlong.shift='after' is not allowed, it must be 'before_max'"),
+        ("algorithm.overlong.brevity=-1", "algorithm.overlong.brevity=-1 is not allowed, it must be greater than or"),
+        ("algorithm.overlong.brevity=.inf", "algorithm.overlong.brevity=inf is not allowed, it must be a finite"),
+        ("algorithm.overlong.factor=.inf", "algorithm.overlong.factor=inf is not allowed, it must be a finite"),
+        ("algorithm.overlong.filter=maybe", "algorithm.overlong.filter='maybe' is not allowed"),
+        ("algorithm.clip.high=0.1", "algorithm: clip.high (0.1) must be at least clip.low (0.2); only loss=cispo"),
+        ("algorithm.loss=cispo", "algorithm: clip.dual (10) must be null with loss=cispo, which has no dual clip"),
+        ("algorithm.clip.low=0", "algorithm.clip.low=0 is not allowed, it must be greater than 0"),
+        ("algorithm.clip.high=.inf", "algorithm.clip.high=inf is not allowed, it must be a finite number"),
+        ("algorithm.clip.warmup={steps: 5, low: 0.1}", "the key algorithm.clip.warmup.high is required"),
+        (
+            "algorithm.clip.warmup={steps: 0, low: 0.1, high: 0.2}",
+            "algorithm.clip.warmup.steps=0 is not allowed, it must be greater than or equal to 1",
+        ),
+        (
+            "algorithm.clip.warmup={steps: 5, low: 0.2, high: 0.1}",
+            "algorithm: clip.warmup.high (0.1) must be at least clip.warmup.low (0.2)",
+        ),
+        ("algorithm.entropy_coefficient=-0.1", "algorithm.entropy_coefficient=-0.1 is not allowed, it must be greater"),
         ("rollout.max_prompts_per_step=3", "max_prompts_per_step (3) must be at least prompts_per_step (4)"),
+        (
+            "algorithm.advantage.over=tokens",
+            "algorithm.advantage: over (tokens) is read by the estimator reinforce_pp only, not by group_norm",
+        ),
         ("data.train.path=rows.jsonl", "data.train: give exactly one of `path` and `arithmetic`"),
         ("run.steps", "the override 'run.steps' must have the form KEY=VALUE"),
         ("=3", "the override '=3' must have the form KEY=VALUE"),
@@ -86,6 +117,42 @@ def test_each_rule_has_one_sentence(tmp_path: Path, override: str, expected: str
     text = message(write_config(tmp_path), override)
     assert expected in text
     assert "\n" not in text
+
+
+def test_cispo_takes_any_range_and_no_variant_of_clipping(tmp_path: Path) -> None:
+    path, cispo = write_config(tmp_path), ["algorithm.loss=cispo", "algorithm.clip.dual=null"]
+    wide = "algorithm.clip.warmup={steps: 5, low: 1, high: 0.1}"
+    clip = load_config(path, [*cispo, "algorithm.clip.low=1", wide]).algorithm.clip
+    assert (clip.low, clip.high, clip.dual, clip.by_sign) == (1.0, 0.28, None, False)
+    text = message(path, *cispo, "algorithm.clip.by_sign=true")
+    assert "algorithm: clip.by_sign (true) must be false with loss=cispo" in text
+
+
+PAST_MAX = ["algorithm.overlong.shift=past_max", "algorithm.overlong.cache_tokens=16"]
+
+
+def test_answers_may_be_longer_where_the_penalty_grows_past_the_most_tokens(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    plain = load_config(path, ["algorithm.overlong.cache_tokens=4"])
+    assert (plain.generation_limit, plain.longest_sequence) == (8, 136)
+    longer = load_config(path, PAST_MAX)  # a cache of more than rollout.max_tokens is sound here
+    assert (longer.rollout.max_tokens, longer.generation_limit, longer.longest_sequence) == (8, 24, 152)
+
+
+def test_micro_batches_hold_the_longer_answers(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    load_config(path, [*PAST_MAX, "training.micro_batch_tokens=152"])
+    text = message(path, *PAST_MAX, "training.micro_batch_tokens=151")
+    assert "data.max_prompt_tokens + rollout.max_tokens + algorithm.overlong.cache_tokens = 152" in text
+
+
+def test_one_answer_per_prompt_needs_an_estimator_without_groups(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    single = ["rollout.samples_per_prompt=1", "rollout.prompts_per_step=16"]
+    estimator = "algorithm.advantage.estimator=reinforce_pp"
+    assert "rollout.dynamic_sampling (true) must be false" in message(path, *single, estimator)
+    config = load_config(path, [*single, estimator, "rollout.dynamic_sampling=false"])
+    assert config.responses_per_step == 16
 
 
 def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
@@ -124,7 +191,8 @@ def test_every_key_is_documented() -> None:
     keys = list(config_keys())
     assert len(keys) > 60
     assert [key.name for key in keys if not key.description] == []
-    assert {key.name for key in keys if key.default is None} == {"run.dir", "run.steps", "model.path"}
+    warmup = {f"algorithm.clip.warmup.{name}" for name in ("steps", "low", "high")}  # where the section is given
+    assert {key.name for key in keys if key.default is None} == {"run.dir", "run.steps", "model.path"} | warmup
 
 
 def test_command_line_and_monitor_load_no_torch() -> None:

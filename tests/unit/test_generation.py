@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from dapo_megatron.config.algorithm import OverlongConfig
+from dapo_megatron.config.load import load_config
+from dapo_megatron.data.cursor import PromptCursor
+from dapo_megatron.data.prompts import Prompts
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.evaluation.evaluate import evaluate
 from dapo_megatron.rollout.client import Generated, RequestError, Sampling
+from dapo_megatron.rollout.controller import Data, RolloutWork
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.generation import Grader, GroupGenerator
 from dapo_megatron.rollout.sampler import GroupFailedError, Progress
 from dapo_megatron.types import Prompt, Sample
-from tests.unit.config_helpers import write_model
+from tests.unit.config_helpers import write_config, write_model
 
 SAMPLING = Sampling(max_tokens=8)
 PROMPT = Prompt(id=0, token_ids=(1, 2), ground_truth="46")
@@ -28,11 +32,13 @@ class ScriptedClient:
 
     replies: list[Generated | Exception]
     requests: list[str] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
     cancelled: int = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Generated:
         reply = self.replies[min(len(self.requests), len(self.replies) - 1)]
         self.requests.append(request_id)
+        self.limits.append(sampling.max_tokens)
         try:
             await asyncio.sleep(3600 if reply is HANGS else 0)
         except asyncio.CancelledError:
@@ -84,6 +90,40 @@ def test_an_answer_is_graded_up_to_its_stop_string(
     assert (sample.correct, sample.reward, sample.reason) == (correct, reward, reason)
     assert len(sample.token_ids) == len(sample.log_probs) == len(text)
     assert sample.versions == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("46", 1.0 + 0.4 * (1 - 2 / 8)),
+        ("47", -1.0),
+        ("      46", 1.0),  # L_max itself is free
+        ("       46", 1.0 - 0.25 * 0.5 + 0.4 * (1 - 9 / 8)),  # one of the four tokens past it
+        ("          47", -1.0 - 0.5),  # all four
+    ],
+)
+def test_length_is_rewarded_as_configured(tokenizer: Tokenizer, text: str, reward: float) -> None:
+    overlong = OverlongConfig(cache_tokens=4, factor=0.5, shift="past_max", brevity=0.4)
+    sample = Grader(tokenizer, "exact", ["\n"], overlong, max_tokens=8).sample(reply(text), "46")
+    assert sample.reward == pytest.approx(reward, abs=1e-12)
+
+
+@pytest.mark.parametrize(("shift", "limit"), [("before_max", 8), ("past_max", 12)])
+def test_answers_may_have_as_many_tokens_as_the_penalty_reaches(
+    tokenizer: Tokenizer, tmp_path: Path, shift: str, limit: int
+) -> None:
+    """In training and in evaluation."""
+    overrides = [f"algorithm.overlong.shift={shift}", "algorithm.overlong.cache_tokens=4"]
+    config = load_config(write_config(tmp_path), [*overrides, "rollout.dynamic_sampling=false"])
+    prompts = Prompts((PROMPT,), duplicates=0, too_long=0)
+    data = Data(prompts, prompts, PromptCursor(1, seed=0, shuffle=False, fingerprint=""))
+    client = ScriptedClient([reply("46")])
+    work = RolloutWork(config, data, tokenizer, Fleet([client], retries=0))
+    asyncio.run(work.sample(1, 0, Progress()))
+    trained = len(client.requests)
+    asyncio.run(work.evaluate(Progress()))
+    assert client.limits == [limit] * len(client.requests)
+    assert 0 < trained < len(client.requests)
 
 
 def test_a_failed_request_is_sent_again_to_another_server_under_another_id() -> None:

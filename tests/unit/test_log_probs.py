@@ -1,6 +1,10 @@
 """Chunked log-probs and entropy of the trainer against their plainest form."""
 
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,19 +52,81 @@ def test_values_and_gradients(chunk: int, temperature: float) -> None:
         reference(hidden, weight, tokens, temperature),
     )
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs.detach() if not ours.requires_grad else theirs)
-    weights = torch.randn(TOKENS, dtype=torch.float64)
-    for ours, theirs in zip(
-        torch.autograd.grad((found[0] * weights).sum(), (hidden, weight)),
-        torch.autograd.grad((expected[0] * weights).sum(), (hidden, weight)),
-        strict=True,
-    ):
         torch.testing.assert_close(ours, theirs)
+    of_log_probs, of_entropy = torch.randn(2, TOKENS, dtype=torch.float64)
+    for a, b in ((of_log_probs, None), (None, of_entropy), (of_log_probs, of_entropy)):
+        gradients = [loss_gradients(outputs, a, b, (hidden, weight)) for outputs in (found, expected)]
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def loss_gradients(
+    outputs: tuple[Tensor, Tensor], of_log_probs: Tensor | None, of_entropy: Tensor | None, leaves: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Gradients of a weighted sum of log-probs, of entropies or of both; the graph stays."""
+    pairs = zip(outputs, (of_log_probs, of_entropy), strict=True)
+    loss = sum((output * weights).sum() for output, weights in pairs if weights is not None)
+    assert isinstance(loss, Tensor)
+    return torch.autograd.grad(loss, leaves, retain_graph=True)
 
 
 def test_gradient_is_that_of_finite_differences() -> None:
     hidden, weight, tokens = inputs(torch.float64)
-    assert torch.autograd.gradcheck(lambda h, w: compute(h, w, tokens, temperature=0.7)[0], (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: compute(h, w, tokens, temperature=0.7), (hidden, weight))
+
+
+class Threads:
+    """A process group whose ranks are threads: what `token_log_probs` asks of one, and the reduction between them."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._local, self._given = size, threading.local(), dict[int, Tensor]()
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def rank(self) -> int:
+        return int(self._local.rank)
+
+    def size(self) -> int:
+        return self._size
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        self._given[self.rank()] = tensor.clone()
+        self._barrier.wait()
+        every = torch.stack([self._given[rank] for rank in range(self._size)])
+        self._barrier.wait()
+        tensor.copy_(every.amax(0) if op == dist.ReduceOp.MAX else every.sum(0))
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """What `function(rank)` gives on each rank."""
+
+        def on_rank(rank: int) -> Any:
+            self._local.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(self._size) as pool:
+            return list(pool.map(on_rank, range(self._size)))
+
+
+def test_vocabulary_split_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has the values; gradients of its rows, and its rows' share of the gradient of the hidden states."""
+    hidden, weight, tokens = inputs(torch.float64)
+    of_log_probs, of_entropy = torch.randn(2, TOKENS, dtype=torch.float64)
+    expected = reference(hidden, weight, tokens, temperature=0.7)
+    threads = Threads(2)
+    monkeypatch.setattr("dapo_megatron.trainer.log_probs.dist.all_reduce", threads.all_reduce)
+
+    def on_rank(rank: int) -> tuple[Tensor, ...]:
+        rows = weight.detach().chunk(2)[rank].requires_grad_()
+        own_hidden = hidden.detach().requires_grad_()
+        outputs = token_log_probs(
+            own_hidden, rows, tokens, vocab_size=VOCAB, temperature=0.7, chunk=4, group=cast(Any, threads)
+        )
+        return *outputs, *loss_gradients(outputs, of_log_probs, of_entropy, (own_hidden, rows))
+
+    log_probs, entropy, of_hidden, of_rows = zip(*threads.run(on_rank), strict=True)
+    for ours in zip(log_probs, entropy, strict=True):
+        torch.testing.assert_close(ours, expected)
+    whole = loss_gradients(expected, of_log_probs, of_entropy, (hidden, weight))
+    torch.testing.assert_close((sum(of_hidden), torch.cat(of_rows)), whole)
 
 
 def test_padded_rows_are_no_part_of_the_distribution() -> None:
@@ -69,7 +135,7 @@ def test_padded_rows_are_no_part_of_the_distribution() -> None:
     log_probs.sum().backward()
     assert weight.grad is not None
     assert not weight.grad[VOCAB:].any()
-    assert float(entropy.max()) <= math.log(VOCAB)
+    assert float(entropy.detach().max()) <= math.log(VOCAB)
 
 
 def test_temperature_divides_the_logits() -> None:
@@ -83,9 +149,26 @@ def test_temperature_divides_the_logits() -> None:
     torch.testing.assert_close(entropy, -(probabilities @ log_probs).expand(3))
 
 
-def test_entropy_is_not_differentiated() -> None:
-    _, entropy = compute(*inputs(torch.float32))
-    assert not entropy.requires_grad
+def test_without_an_entropy_bonus_its_gradient_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second tensor of a chunk's logits is made, and adding the bonus with weight 0 changes no bit."""
+    made: list[int] = []
+    exp = Tensor.exp
+
+    def counted(tensor: Tensor) -> Tensor:
+        made.append(tensor.numel())
+        return exp(tensor)
+
+    monkeypatch.setattr(Tensor, "exp", counted)
+    gradients = []
+    for with_entropy in (False, True):
+        hidden, weight, tokens = inputs(torch.float32)
+        log_probs, entropy = compute(hidden, weight, tokens, chunk=TOKENS)
+        made.clear()
+        loss = log_probs.sum() + (0.0 * entropy.sum() if with_entropy else 0.0)
+        gradients.append(torch.autograd.grad(loss, (hidden, weight)))
+        assert made == ([TOKENS * VOCAB] if with_entropy else [])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_bf16_inputs_are_normalised_in_fp32() -> None:
@@ -94,7 +177,7 @@ def test_bf16_inputs_are_normalised_in_fp32() -> None:
     logits = (hidden @ weight[:VOCAB].T).float()  # the product itself is rounded to bf16, as in the model
     for ours, theirs in zip(found, log_probs_and_entropy(logits, tokens, 0.6), strict=True):
         assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs.detach() if not ours.requires_grad else theirs)
+        torch.testing.assert_close(ours, theirs)
     gradients = torch.autograd.grad(found[0].sum(), (hidden, weight))
     exact = inputs(torch.float64)
     exact_gradients = torch.autograd.grad(reference(*exact, temperature=0.6)[0].sum(), exact[:2])
@@ -110,7 +193,7 @@ def test_no_tokens(dtype: torch.dtype) -> None:
     log_probs, entropy = compute(empty, weight, torch.empty(0, dtype=torch.long))
     assert log_probs.shape == entropy.shape == (0,)
     assert log_probs.dtype == torch.float32
-    log_probs.sum().backward()
+    (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None
     assert not weight.grad.any()
 

@@ -1,17 +1,21 @@
 """AdamW under Megatron: the schedule, fp32 master weights, and single updates."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dapo_megatron.trainer.batching import build_batch, plan_batch
 from dapo_megatron.trainer.optimizer import inner_optimizers
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import MAXIMA, MEANS, Policy, combine
+from dapo_megatron.types import TokenBlock
 from tests.batches import load_batch, make_config
 
 Make = Callable[..., Policy]
@@ -155,6 +159,7 @@ def test_metrics_of_a_step() -> None:
     assert all(combined[name] == 2.0 for name in MEANS)
     assert all(combined[name] == 3.0 for name in MAXIMA)
     assert combined["first_log_ratio"] == 1.0
+    assert combine([first, second], recomputed=False) == {name: combined[name] for name in names}
     assert combine([]) == {}
 
 
@@ -172,3 +177,24 @@ def test_an_update_that_overflows_fp16_is_skipped_and_counted(make_policy: Make)
     assert metrics["skipped_updates"] == 0.0
     assert metrics["grad_norm"] > 0
     assert not all(torch.equal(before[name], p) for name, p in policy.chunks[0].named_parameters())
+
+
+def test_a_mini_batch_without_tokens_changes_nothing(make_policy: Make) -> None:
+    """All its responses were filtered; momentum would otherwise go on moving the weights."""
+    policy = make_policy(lr=1e-3)
+    update(policy)
+    before = {name: p.detach().clone() for name, p in policy.chunks[0].named_parameters()}
+    batch = load_batch(policy)
+    empty = replace(batch.header, truncated=np.ones(batch.header.num_responses, bool))
+    rules = replace(policy.packing, filter_truncated=True)
+    none = np.zeros(0, np.int32)
+    tokens = TokenBlock(none, none, none, none, none, np.zeros(0, np.float32))
+    built = build_batch(
+        empty, plan_batch(empty, rules), tokens, rules, data_rank=0, context_rank=0, device=torch.device("cpu")
+    )
+    built.set_advantages(torch.zeros(empty.num_responses))
+    built.set_old_log_probs(policy.log_probs(built))
+    (mini_batch,) = built.mini_batches()
+    metrics = policy.update(mini_batch)
+    assert (metrics["skipped_updates"], metrics["loss"]) == (1.0, 0.0)
+    assert all(torch.equal(before[name], p) for name, p in policy.chunks[0].named_parameters())

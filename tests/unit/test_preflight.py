@@ -114,6 +114,12 @@ def test_longest_sequence_must_fit_the_model(folder: Path) -> None:
     assert "data.max_prompt_tokens + rollout.max_tokens = 328 is more than the 256 positions" in text
 
 
+def test_so_must_answers_that_may_go_past_the_most_tokens(folder: Path) -> None:
+    longer = ["algorithm.overlong.shift=past_max", "algorithm.overlong.cache_tokens=121"]
+    text = message(folder, *longer)
+    assert "rollout.max_tokens + algorithm.overlong.cache_tokens = 257 is more than the 256 positions" in text
+
+
 def rows(folder: Path, *lines: dict[str, Any]) -> dict[str, Any]:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -51,6 +51,15 @@ def test_server_is_the_one_that_the_run_would_start(
     }
 
 
+def test_server_holds_answers_that_go_past_the_most_tokens(
+    config_file: Path, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    longer = ["algorithm.overlong.shift=past_max", "algorithm.overlong.cache_tokens=16"]
+    assert cli.main(["serve", str(config_file), *longer]) == 2
+    assert started["max_model_len"] == 128 + 8 + 16
+
+
 def test_host_and_port_can_be_given(config_file: Path, started: dict[str, Any], tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("from-file\n")

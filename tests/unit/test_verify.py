@@ -48,6 +48,11 @@ def test_options_become_the_configuration(model: Path) -> None:
     assert config.rollout.prompts_per_step == 5  # no data rank without responses
 
 
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+def test_every_loss_can_be_verified(model: Path, loss: str) -> None:
+    assert case_of(model, "--loss", loss).config.algorithm.loss == loss
+
+
 def test_defaults(model: Path) -> None:
     case = case_of(model, "--precision", "bf16")
     assert (case.ranks, case.name, case.config.parallel) == (1, "1 rank", ParallelConfig())
