@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,7 +28,7 @@ from dapo_megatron.rollout.blocks import select
 from dapo_megatron.rollout.client import Generated
 from dapo_megatron.rollout.generation import Grader
 from dapo_megatron.trainer import parallel
-from dapo_megatron.trainer.batching import build_batch, plan_batch
+from dapo_megatron.trainer.batching import load_batch
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response
 from dapo_megatron.types import Group, Prompt
@@ -102,10 +101,8 @@ def largest_difference(model: PreTrainedModel, groups: Sequence[Group], config: 
     """Largest absolute difference of a token's log-prob between transformers and the Megatron policy."""
     policy = Policy(config, parallel.initialize(config.parallel, seed=1))
     header, tokens = flatten(0, groups, {}, {})
-    everything = select(header, tokens, np.arange(header.num_responses, dtype=np.int32))
     rules = replace(policy.packing, mini_batch=header.num_responses)
-    plans = plan_batch(header, rules)
-    batch = build_batch(header, plans, everything, rules, data_rank=0, context_rank=0, device=torch.device("cpu"))
+    batch = load_batch(header, rules, policy.layout, lambda responses: select(header, tokens, responses))
     ours = gather_by_response(batch.micro_batches(), policy.log_probs(batch))
     worst = 0.0
     for r, group in enumerate(groups):

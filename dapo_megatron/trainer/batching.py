@@ -3,7 +3,7 @@
 A plan depends on the batch header alone (lengths and groups), so all ranks compute it without talking.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -19,6 +19,7 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.trainer.attention import local_index, pack
 from dapo_megatron.trainer.build import Targets
+from dapo_megatron.trainer.device import current_device
 from dapo_megatron.trainer.layers import Backend, resolve_backend, te_packed
 from dapo_megatron.trainer.packing import CostModel, plan_micro_batches
 from dapo_megatron.trainer.parallel import Layout
@@ -187,6 +188,26 @@ class Batch:
     def rollout_log_probs(self) -> list[Tensor]:
         """What the engine reported of the response tokens, per micro-batch of this rank, fp32 [n] each."""
         return [micro.rollout_log_probs for micro in self.micro_batches()]
+
+
+def load_batch(header: BatchHeader, rules: PackingRules, layout: Layout, fetch: Callable[[Int32], TokenBlock]) -> Batch:
+    """Plan a batch and pack this rank's part of it, on its device.
+
+    `fetch` gets the responses whose tokens this rank needs, int32 and ascending, and returns those, or more.
+
+    Raises:
+        UserError: if a sequence is longer than a micro-batch may be.
+    """
+    plans = plan_batch(header, rules)
+    return build_batch(
+        header,
+        plans,
+        fetch(share_of(plans, layout.data_rank)),
+        rules,
+        data_rank=layout.data_rank,
+        context_rank=layout.context_rank,
+        device=current_device(),
+    )
 
 
 def share_of(plans: list[MiniBatchPlan], data_rank: int) -> Int32:

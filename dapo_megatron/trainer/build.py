@@ -257,7 +257,7 @@ def export_weights(
         for name, row in local_rows(chunk):
             if row.name != EMBEDDING or name != OUTPUT:  # not the last stage's copy
                 held[row.name] = parameters[name]
-    dtype = value(next(iter(held.values()))).dtype
+    dtype, shapes = value(next(iter(held.values()))).dtype, hf_shapes(model.arch)
     for row in parameter_table(model.arch):
         whole: list[Tensor] | None = None
         if row.name in held:
@@ -265,7 +265,7 @@ def export_weights(
             whole = row.rule.merge(_gather(shard, _shard_group(row)) if row.rule.tensor_parallel else [shard])
         for group, owner in _owners(row, model):
             if group.size() > 1:
-                whole = _broadcast(whole, row, model.arch, dtype, group, owner)
+                whole = _broadcast(whole, [shapes[name] for name in row.hf_names], dtype, group, owner)
         assert whole is not None
         yield from zip(row.hf_names, whole, strict=True)
 
@@ -294,21 +294,19 @@ def _owners(row: Parameter, model: PolicyModel) -> Iterator[tuple[dist.ProcessGr
 
 def _broadcast(
     tensors: list[Tensor] | None,
-    row: Parameter,
-    arch: Architecture,
+    shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
     group: dist.ProcessGroup,
     owner: int,
 ) -> list[Tensor]:
-    """Give every rank of `group` the tensors of its rank `owner`."""
-    shapes = hf_shapes(arch)
+    """Give every rank of `group` the tensors, of these shapes, of its rank `owner`."""
     source = dist.get_global_rank(group, owner)
     received = []
-    for i, name in enumerate(row.hf_names):
+    for i, shape in enumerate(shapes):
         tensor = (
             tensors[i].contiguous()
             if tensors is not None
-            else torch.empty(shapes[name], dtype=dtype, device=device.current_device())
+            else torch.empty(shape, dtype=dtype, device=device.current_device())
         )
         dist.broadcast(tensor, source, group=group)
         received.append(tensor)

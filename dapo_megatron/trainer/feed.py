@@ -5,8 +5,7 @@ from typing import Any
 
 from dapo_megatron.config.run import Config
 from dapo_megatron.rollout.handle import Rollouts, StopRun
-from dapo_megatron.trainer import device
-from dapo_megatron.trainer.batching import Batch, build_batch, plan_batch, share_of
+from dapo_megatron.trainer.batching import Batch, load_batch
 from dapo_megatron.trainer.policy import Policy
 
 # Kind of work, done, total, text.
@@ -41,17 +40,7 @@ class Feed:
         header = self._rollouts.wait(step, self._progress("rollout"))
         if isinstance(header, StopRun):
             return header
-        plans = plan_batch(header, self._packing)
-        tokens = self._rollouts.tokens(step, share_of(plans, self._layout.data_rank))
-        return build_batch(
-            header,
-            plans,
-            tokens,
-            self._packing,
-            data_rank=self._layout.data_rank,
-            context_rank=self._layout.context_rank,
-            device=device.current_device(),
-        )
+        return load_batch(header, self._packing, self._layout, lambda responses: self._rollouts.tokens(step, responses))
 
     def evaluate(self, name: str) -> dict[str, Any] | None:
         """Scores on the held-out prompts: on rank 0, where `evaluation.data` is given and there are servers."""

@@ -75,7 +75,8 @@ class Policy:
         check_machine(config.training, config.optimizer, config.parallel)
         self.packing = PackingRules.of(config, self.arch, layout)
         self.chunks = build_model(self.arch, config.parallel, config.training, temperature=config.rollout.temperature)
-        masters = [load_weights(chunk, HFReader(path)) for chunk in self.chunks]
+        reader = HFReader(path)
+        masters = [load_weights(chunk, reader) for chunk in self.chunks]
         self.ddp = wrap_data_parallel(self.chunks, config.training)
         self.optimizer = build_optimizer(self.ddp, config.optimizer, config.training, masters)
         self.scheduler = build_scheduler(self.optimizer, config.optimizer)
@@ -146,7 +147,7 @@ class Policy:
         self.optimizer.zero_grad()
         stored = self._run(
             mini_batch.micro_batches,
-            partial(self._loss, mini_batch),
+            partial(self._loss, mini_batch, self._algorithm_now()),
             forward_only=False,
             force_all_reduce=force_all_reduce,
         )
@@ -185,7 +186,9 @@ class Policy:
         clip = algorithm.clip.model_copy(update={"low": low, "high": high, "warmup": None})
         return algorithm.model_copy(update={"clip": clip})
 
-    def _loss(self, mini_batch: MiniBatch, micro: MicroBatch, outputs: _Outputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(
+        self, mini_batch: MiniBatch, algorithm: AlgorithmConfig, micro: MicroBatch, outputs: _Outputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, tokens, metrics [1 + MEANS + MAXIMA]) of one micro-batch.
 
         Megatron sums the losses over micro-batches, data- and context-parallel ranks and divides by the sum of the
@@ -194,7 +197,6 @@ class Policy:
         """
         log_probs, entropy = outputs
         mask = torch.ones_like(log_probs, dtype=torch.bool)
-        algorithm = self._algorithm_now()
         result = policy_loss(
             log_probs,
             micro.old_log_probs,

@@ -21,8 +21,8 @@ from dapo_megatron.checkpoint.hf import HFReader, write_hf
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.processes import die_with_parent
-from dapo_megatron.trainer import device, parallel
-from dapo_megatron.trainer.batching import Batch, build_batch, plan_batch
+from dapo_megatron.trainer import parallel
+from dapo_megatron.trainer.batching import Batch, load_batch
 from dapo_megatron.trainer.build import export_weights
 from dapo_megatron.trainer.policy import Metrics, Policy
 from dapo_megatron.trainer.ranks import gather_by_response
@@ -111,7 +111,7 @@ def compute_in_fp64(policy: Policy) -> None:
 
 def random_batch(policy: Policy, seed: int = 0) -> Batch:
     """Random responses, planned and packed for this rank, with advantages. Old log-probs are the caller's to set."""
-    rollout, layout = policy.config.rollout, policy.layout
+    rollout = policy.config.rollout
     header, tokens = random_rollouts(
         policy.arch.vocab_size,
         groups=rollout.prompts_per_step,
@@ -120,15 +120,7 @@ def random_batch(policy: Policy, seed: int = 0) -> Batch:
         max_tokens=policy.config.generation_limit,
         seed=seed,
     )
-    batch = build_batch(
-        header,
-        plan_batch(header, policy.packing),
-        tokens,
-        policy.packing,
-        data_rank=layout.data_rank,
-        context_rank=layout.context_rank,
-        device=device.current_device(),
-    )
+    batch = load_batch(header, policy.packing, policy.layout, lambda _: tokens)
     batch.set_advantages(group_advantages(torch.from_numpy(header.rewards), torch.from_numpy(header.groups)))
     return batch
 

@@ -15,11 +15,11 @@ from dapo_megatron.models.table import hf_shapes
 from dapo_megatron.rollout.client import Generated, Sampling, ServerClient
 from dapo_megatron.sync.sender import WeightSender
 from dapo_megatron.trainer import device
-from dapo_megatron.trainer.batching import build_batch, plan_batch, share_of
+from dapo_megatron.trainer.batching import load_batch
 from dapo_megatron.trainer.build import local_rows
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response, on_rank_zero
-from dapo_megatron.types import BatchHeader, TokenBlock
+from dapo_megatron.types import BatchHeader, Int32, TokenBlock
 
 # One server: base URL and token.
 Server = tuple[str, str]
@@ -138,29 +138,22 @@ class WeightSync:
             truncated=np.zeros(count, bool),
             versions=np.zeros((count, 2), np.int32),
         )
-        layout, packing = self._policy.layout, self._policy.packing
+        packing = self._policy.packing
         longest = int(packing.padded(np.array([len(prompt) + PROBE_TOKENS], np.int32))[0])
         budget = max(packing.micro_batch_tokens, -(-longest // packing.total_multiple) * packing.total_multiple)
         packing = replace(packing, mini_batch=count, micro_batch_tokens=budget)
-        plans = plan_batch(header, packing)
-        members = share_of(plans, layout.data_rank)
-        block = TokenBlock(
-            responses=members,
-            prompt_lengths=np.full(len(members), len(prompt), np.int32),
-            response_lengths=lengths[members],
-            prompt_tokens=np.tile(np.array(prompt, np.int32), len(members)),
-            response_tokens=np.array([t for r in members for t in answers[r].token_ids], np.int32),
-            rollout_log_probs=np.array([v for r in members for v in answers[r].log_probs], np.float32),
-        )
-        batch = build_batch(
-            header,
-            plans,
-            block,
-            packing,
-            data_rank=layout.data_rank,
-            context_rank=layout.context_rank,
-            device=device.current_device(),
-        )
+
+        def tokens_of(members: Int32) -> TokenBlock:
+            return TokenBlock(
+                responses=members,
+                prompt_lengths=np.full(len(members), len(prompt), np.int32),
+                response_lengths=lengths[members],
+                prompt_tokens=np.tile(np.array(prompt, np.int32), len(members)),
+                response_tokens=np.array([t for r in members for t in answers[r].token_ids], np.int32),
+                rollout_log_probs=np.array([v for r in members for v in answers[r].log_probs], np.float32),
+            )
+
+        batch = load_batch(header, packing, self._policy.layout, tokens_of)
         return gather_by_response(batch.micro_batches(), self._policy.log_probs(batch))
 
     @torch.no_grad()
