@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
-from dapo_megatron.algorithm.advantage import response_advantages
 from dapo_megatron.checkpoint.export import export_hf
 from dapo_megatron.config.load import load_config
 from dapo_megatron.config.preflight import preflight
@@ -21,8 +19,9 @@ from dapo_megatron.rollout.handle import StopRun, open_rollouts
 from dapo_megatron.run_state.checkpoint import RunState, load_latest
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.feed import Feed
-from dapo_megatron.trainer.policy import Metrics, Policy, combine
+from dapo_megatron.trainer.learner import Learner
 from dapo_megatron.trainer.ranks import on_rank_zero
+from dapo_megatron.trainer.trained import Metrics
 from dapo_megatron.trainer.weights import WeightSync
 
 END_GRACE = 30.0  # seconds a rank may take to stop its controller and servers when its launcher has died
@@ -31,56 +30,54 @@ END_GRACE = 30.0  # seconds a rank may take to stop its controller and servers w
 def train(config: Config, layout: parallel.Layout) -> None:
     """Train from the newest saved state, or from the start, to `run.steps`."""
     with open_rollouts(config, layout.rank, on_rank_zero) as rollouts:
-        policy = Policy(config, layout)  # while the servers start
-        state = load_latest(config, policy)
+        learner = Learner(config, layout)  # while the servers start
+        state = load_latest(config, learner.policy, learner.critic)
         with Monitor(config, config.run.dir, enabled=layout.rank == 0, start_step=state.step) as monitor:
-            feed = Feed(rollouts, config, policy, monitor.progress)
-            with WeightSync(config, policy, feed.servers()) as weights:
+            feed = Feed(rollouts, config, learner.policy, monitor.progress)
+            with WeightSync(config, learner.policy, feed.servers()) as weights:
                 weights.verify(state.version)
                 if state.step == 0:
                     evaluate(feed, monitor, "before")
-                run(config, policy, feed, weights, state, monitor)
+                run(config, learner, feed, weights, state, monitor)
                 evaluate(feed, monitor, "after")
             monitor.summary()
 
 
-def run(config: Config, policy: Policy, feed: Feed, weights: WeightSync, state: RunState, monitor: Monitor) -> None:
+def run(config: Config, learner: Learner, feed: Feed, weights: WeightSync, state: RunState, monitor: Monitor) -> None:
     """Step by step to the end of the run; the last state is saved and the model exported."""
     every = config.evaluation.every
-    while state.step < config.run.steps and step(policy, feed, weights, state, monitor):
+    while state.step < config.run.steps and step(learner, feed, weights, state, monitor):
         if every and state.step % every == 0 and state.step < config.run.steps:
             evaluate(feed, monitor, f"step_{state.step}")
     with monitor.phase("save"):
         state.save()
         if config.run.export:
-            export_hf(config, policy)
+            export_hf(config, learner.policy)
 
 
-def step(policy: Policy, feed: Feed, weights: WeightSync, state: RunState, monitor: Monitor) -> bool:
+def step(learner: Learner, feed: Feed, weights: WeightSync, state: RunState, monitor: Monitor) -> bool:
     """One step of Algorithm 1 (arXiv 2503.14476). False where the run ends here by its own rule."""
     with monitor.phase("rollout"):
         batch = feed.next_batch(state.step + 1, state.version)  # dynamic sampling until N mixed groups
     if isinstance(batch, StopRun):
         monitor.note(f"the run ends here: {batch.reason}")
         return False
-    header = batch.header
-    recomputed = policy.config.algorithm.old_log_probs == "recompute"
+    header, signal = batch.header, Metrics()
     updates: list[Metrics] = []
     if header.num_responses:
         with monitor.phase("old_log_probs"):
-            batch.set_old_log_probs(policy.old_log_probs(batch))
-        rewards, groups, lengths = map(torch.from_numpy, (header.rewards, header.groups, header.response_lengths))
-        batch.set_advantages(response_advantages(rewards, groups, lengths, policy.config.algorithm.advantage))
-        policy.start_step()
+            signal = learner.prepare(batch)  # log-probs under pi_old, then advantages
+        learner.start_step()
         with monitor.phase("update"):
             for i, mini_batch in enumerate(batch.mini_batches()):
-                updates.append(policy.update(mini_batch))
+                updates.append(learner.update(mini_batch))
                 monitor.progress("update", i + 1, batch.num_updates)
         with monitor.phase("push"):
             weights.push(state.version + 1)  # every server, hashes checked, prefix caches reset
     with monitor.phase("save"):
         state.finish_step(header.cursor, state.version + bool(updates))
-    monitor.step(state.step, {**header.stats, "skipped": float(not updates), **combine(updates, recomputed=recomputed)})
+    counts = {"updates": float(len(updates)), "skipped": float(not updates)}
+    monitor.step(state.step, header.stats | signal | counts | learner.combine(updates))
     return True
 
 

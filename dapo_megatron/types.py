@@ -1,4 +1,4 @@
-"""What travels between data, rollouts and trainer. Shapes: R responses, K groups, T tokens."""
+"""What travels between data, rollouts and trainer. Shapes: R responses, K groups, T tokens, S steps."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +22,27 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
+class Steps:
+    """Process rewards of one answer: what each of its S steps earned, at the place of the step's last token."""
+
+    places: Int32  # [S] from 0
+    rewards: Float32  # [S]
+
+
+NO_STEPS = Steps(np.zeros(0, np.int32), np.zeros(0, np.float32))
+"""Of an answer that is rewarded as a whole."""
+
+
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One generated answer, graded.
 
     `token_ids` and `log_probs` (natural log, under the sampling distribution) have one entry per generated
     token, the end token included. `finish_reason` is what the engine reported: "stop" or "length".
-    `versions` are the weight versions of the first and the last token. `reason` is the verdict in a word
-    (`dapo_megatron.rewards.Grade.reason`).
+    `versions` are the weight versions of the first and the last token. `correct` is the verdict of the answer rule.
+    `reward` is that of the whole answer, length terms included. `score` is what dynamic sampling compares within a
+    group: 1 or 0 by the rule, or the number that the reward function gave. `reason` is the verdict in a word
+    (`dapo_megatron.rewards.Grade.reason`). `steps` are rewards beside `reward`.
     """
 
     token_ids: Int32  # [n]
@@ -37,7 +51,9 @@ class Sample:
     versions: tuple[int, int]
     correct: bool
     reward: float
+    score: float
     reason: str = ""
+    steps: Steps = NO_STEPS
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,9 @@ class Group:
 class BatchHeader:
     """What every trainer rank knows of the whole batch. Groups stand in draw order.
 
-    `groups` int32 [R] gives each response's group as an index into the [K] arrays.
+    `groups` int32 [R] gives each response's group as an index into the [K] arrays. The `step_` arrays hold the process
+    rewards of all responses, S in all: `step_responses` as indices into the [R] arrays, ascending, `step_places` the
+    place of the step's last token in its response, from 0.
     `stats` are the rollout's metrics; `cursor` is the sampler's state after this batch, for the run state.
     """
 
@@ -63,10 +81,13 @@ class BatchHeader:
     prompt_ids: Int32  # [K] Prompt.id of each group
     prompt_lengths: Int32  # [K]
     response_lengths: Int32  # [R]
-    rewards: Float32  # [R] correctness + overlong
+    rewards: Float32  # [R] of whole responses: correctness (or the reward function's number) + overlong
     correct: Bool  # [R]
     truncated: Bool  # [R] the engine stopped at the most tokens an answer may have
     versions: Int32  # [R, 2] weight version of the first and the last token
+    step_responses: Int32 = field(default_factory=lambda: NO_STEPS.places)  # [S]
+    step_places: Int32 = field(default_factory=lambda: NO_STEPS.places)  # [S]
+    step_rewards: Float32 = field(default_factory=lambda: NO_STEPS.rewards)  # [S]
     stats: dict[str, float] = field(default_factory=dict)
     cursor: dict[str, Any] = field(default_factory=dict)
 

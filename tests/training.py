@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.run_state.checkpoint import RunState
+from dapo_megatron.trainer.batching import Batch
+from dapo_megatron.trainer.critic import Critic
 from dapo_megatron.trainer.optimizer import inner_optimizers
 from dapo_megatron.trainer.policy import Policy
+from dapo_megatron.trainer.trained import TrainedModel
 from tests.batches import load_batch
+from tests.critic import set_targets
 
 
-def train(policy: Policy, state: RunState, steps: int) -> None:
+def train(policy: Policy, state: RunState, steps: int, critic: Critic | None = None) -> None:
     """Steps on batches that depend on the step alone, as given rollouts would."""
     for _ in range(steps):
         batch = load_batch(policy, seed=state.step)
@@ -19,15 +23,25 @@ def train(policy: Policy, state: RunState, steps: int) -> None:
         policy.start_step()
         for mini_batch in batch.mini_batches():
             policy.update(mini_batch)
+        if critic is not None:
+            train_critic(critic, batch)
         state.finish_step({"position": state.step + 1}, state.version + 1)
 
 
-def tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def train_critic(critic: Critic, batch: Batch) -> None:
+    """A step of the critic, towards returns around its values."""
+    set_targets(batch, critic.values(batch))
+    critic.start_step()
+    for mini_batch in batch.mini_batches():
+        critic.update(mini_batch)
+
+
+def tensors(model: TrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Everything on this rank that an update reads or changes."""
-    for i, chunk in enumerate(policy.chunks):
+    for i, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
             yield f"chunk {i} {name}", parameter
-    for i, inner in enumerate(inner_optimizers(policy.optimizer)):
+    for i, inner in enumerate(inner_optimizers(model.optimizer)):
         for group in inner.param_groups:
             yield f"learning rate {i}", torch.tensor(group["lr"])
             for j, parameter in enumerate(group["params"]):
@@ -36,7 +50,7 @@ def tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
                     yield f"{name} {i} {j}", value
 
 
-def differing(found: Policy, expected: Policy) -> list[str]:
+def differing(found: TrainedModel, expected: TrainedModel) -> list[str]:
     """Names of tensors that are not equal bit by bit."""
     ours, theirs = dict(tensors(found)), dict(tensors(expected))
     assert ours.keys() == theirs.keys()

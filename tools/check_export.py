@@ -93,7 +93,7 @@ def answer(model: PreTrainedModel, prompts: Sequence[Prompt], tokenizer: Tokeniz
                 end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
                 reason = "stop" if row[end - 1] in ends else "length"
                 generated = Generated(tuple(row[:end]), (0.0,) * end, reason, (0, 0))
-                groups.append(Group(len(groups), prompt, (grader.sample(generated, prompt.ground_truth),)))
+                groups.append(Group(len(groups), prompt, (grader.sample(generated, prompt),)))
     return groups
 
 

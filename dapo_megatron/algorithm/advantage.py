@@ -21,7 +21,7 @@ class AdvantageOptions(Protocol):
     """What `response_advantages` reads (`dapo_megatron.config.algorithm.AdvantageConfig`)."""
 
     @property
-    def estimator(self) -> Literal[GroupEstimator, "reinforce_pp"]:
+    def estimator(self) -> Literal[GroupEstimator, "reinforce_pp", "gae"]:
         """What a reward is compared with."""
 
     @property
@@ -38,9 +38,14 @@ def response_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor, con
 
     `rewards` is floating [R], `group_ids` and `lengths` (response tokens) are integer [R]: those of the whole rollout
     batch, on every rank, so that no statistic needs a reduction. See `group_advantages` and `reinforce_pp`.
+
+    Raises:
+        ValueError: for `gae`, which compares tokens with a critic's values.
     """
+    if config.estimator == "gae":
+        raise ValueError("gae needs a critic's values")
     if config.estimator == "reinforce_pp":
-        return _whiten(rewards, _weights(lengths, config.over or "tokens"))
+        return whitened(rewards, _weights(lengths, config.over or "tokens"))
     return group_advantages(rewards, group_ids, config.estimator, config.std or "sample")
 
 
@@ -95,17 +100,26 @@ def reinforce_pp(rewards: Tensor, lengths: Tensor, over: Over = "tokens") -> Ten
     Raises:
         KeyError: for an unknown `over`.
     """
-    return _whiten(rewards, _weights(lengths, over)).repeat_interleave(lengths)
+    return whitened(rewards, _weights(lengths, over)).repeat_interleave(lengths)
 
 
-def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float, whiten: bool = False) -> Tensor:
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    gamma: float,
+    lam: float,
+    whiten: bool = False,
+    token_rewards: Tensor | None = None,
+) -> Tensor:
     """Generalised advantage estimates of a critic's values (arXiv 1506.02438, eq. 11 and 16): floating [T].
 
         delta_t = r_t + gamma V_(t+1) - V_t
         A_t     = delta_t + gamma lambda A_(t+1)
 
-    Within each response; V and A after its last token are 0, and its reward is r of its last token. A response
-    without tokens has no place for its reward, which is then in no estimate.
+    Within each response; V and A after its last token are 0, and its reward is r of its last token, beside what
+    `token_rewards` give each token. A response without tokens has no place for its reward, which is then in no
+    estimate.
 
     Args:
         rewards: floating [R].
@@ -115,12 +129,15 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
         gamma: discount per token.
         lam: lambda; 0 gives delta_t, 1 the discounted return minus V_t.
         whiten: also (A - mean) / sqrt(sample variance + 1e-8), over the T tokens.
+        token_rewards: floating [T], such as those of steps (`algorithm.process_rewards.token_rewards`). None: all 0.
     """
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     remaining = ends - torch.arange(len(values), device=ends.device)  # tokens of the response from t on
     last = remaining == 1
     next_values = torch.where(last, 0.0, values.roll(-1))
     advantages = torch.where(last, rewards.repeat_interleave(lengths), 0.0) + gamma * next_values - values
+    if token_rewards is not None:
+        advantages = advantages + token_rewards
     # Before each round an advantage holds the first `reach` terms of its sum, and so does the one `reach` tokens on:
     # with it, twice as many. This takes log2(T) rounds instead of a loop over tokens.
     reach = 1
@@ -128,7 +145,7 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
         later = torch.where(remaining > reach, advantages.roll(-reach), 0.0)
         advantages = advantages + (gamma * lam) ** reach * later
         reach *= 2
-    return _whiten(advantages, torch.ones_like(advantages)) if whiten else advantages
+    return whitened(advantages, torch.ones_like(advantages)) if whiten else advantages
 
 
 def _weights(lengths: Tensor, over: Over) -> Tensor:
@@ -136,7 +153,7 @@ def _weights(lengths: Tensor, over: Over) -> Tensor:
     return {"tokens": lengths, "responses": torch.ones_like(lengths)}[over]
 
 
-def _whiten(values: Tensor, weights: Tensor) -> Tensor:
+def whitened(values: Tensor, weights: Tensor) -> Tensor:
     """(x - mean) / sqrt(sample variance + 1e-8), floating [N].
 
     `values` are x, floating [N]; x_i counts `weights`_i times in mean and variance, integer or floating [N]. Both are

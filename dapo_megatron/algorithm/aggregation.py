@@ -5,7 +5,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_norm"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_norm", "sequence_sum"]
 
 
 def aggregate(
@@ -24,6 +24,7 @@ def aggregate(
         token_mean         sum over tokens / tokens ("token-level", arXiv 2503.14476, eq. 12)
         sequence_mean      mean over responses of the mean over their tokens (GRPO, arXiv 2402.03300, eq. 3)
         sequence_sum_norm  sum over tokens / (responses x max_tokens) (Dr.GRPO, arXiv 2503.20783)
+        sequence_sum       mean over responses of the sum over their tokens (RLOO, arXiv 2402.14740; DPO)
 
     The keyword arguments describe the whole mini-batch, so that the results of its parts, however it is cut into
     micro-batches or spread over data- and context-parallel ranks, add up to the result of the whole. What is None
@@ -53,6 +54,8 @@ def aggregate(
     if mode == "sequence_mean":
         lengths = count_tokens(loss_mask, response_ids) if response_lengths is None else response_lengths
         return _masked_sum(per_token / lengths.clamp(min=1), loss_mask) / responses
+    if mode == "sequence_sum":
+        return _masked_sum(per_token, loss_mask) / responses
     if mode == "sequence_sum_norm":
         if max_tokens is None:
             raise ValueError("sequence_sum_norm divides by max_tokens, which was not given")

@@ -73,7 +73,7 @@ class LossConfig(Protocol):
     """The part of the algorithm's configuration that the loss reads (`config.algorithm.AlgorithmConfig`)."""
 
     @property
-    def loss(self) -> Literal["ppo_clip", "gspo", "cispo"]:
+    def loss(self) -> Literal["ppo_clip", "gspo", "cispo", "dpo"]:
         """The objective: which probability ratio is clipped, and what the clipping does."""
 
     @property
@@ -122,6 +122,9 @@ def policy_loss(
     no token loses its gradient, -clip(r) A. eps_low = 1 leaves r without a lower bound. `dual` and `by_sign` are not
     read.
 
+    With `dpo`, l = -A log pi, where A is the derivative of the preference loss (`dapo_megatron.algorithm.dpo`).
+    Nothing is clipped.
+
     What stands at masked positions has no effect, even when it is not a number.
 
     Args:
@@ -143,6 +146,10 @@ def policy_loss(
         log_ratio = log_probs - old_log_probs
     log_ratio, advantages = torch.where(loss_mask, log_ratio, 0.0), torch.where(loss_mask, advantages, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.loss == "dpo":
+        never = torch.zeros_like(loss_mask)
+        losses = -advantages * torch.where(loss_mask, log_probs, 0.0)
+        return PolicyLoss(losses, torch.where(loss_mask, ratio.detach(), 0.0), never, never, never)
     if config.loss == "cispo":
         return _cispo(torch.where(loss_mask, log_probs, 0.0), ratio.detach(), advantages, loss_mask, config.clip)
     return _clipped(ratio, advantages, loss_mask, config.clip)

@@ -1,10 +1,11 @@
-"""DAPO's own numbers (arXiv 2503.14476): clipping, overlong shaping."""
+"""The objective: DAPO's own numbers (arXiv 2503.14476) and those of its relatives."""
 
+from operator import attrgetter
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from dapo_megatron.config.base import Section
+from dapo_megatron.config.base import Section, as_yaml
 
 
 class ClipWarmupConfig(Section):
@@ -45,7 +46,8 @@ class OverlongConfig(Section):
         0,
         ge=0,
         description="L_cache, in tokens: the penalty grows linearly over the last cache_tokens before "
-        "rollout.max_tokens, or over the first ones past it (`shift`). 0 switches the punishment off.",
+        "rollout.max_tokens, or over the first ones past it (`shift`). 0 switches the punishment off; `auto` is a "
+        "fifth of rollout.max_tokens, as in the paper.",
     )
     factor: float = Field(
         1.0, ge=0, allow_inf_nan=False, description="The largest penalty, reached at the end of the cache_tokens."
@@ -101,12 +103,13 @@ class CorrectionConfig(Section):
 class AdvantageConfig(Section):
     """What a response's reward is compared with (eq. 9)."""
 
-    estimator: Literal["group_norm", "group_mean", "leave_one_out", "min_max", "reinforce_pp"] = Field(
+    estimator: Literal["group_norm", "group_mean", "leave_one_out", "min_max", "reinforce_pp", "gae"] = Field(
         "group_norm",
         description="`group_norm`: reward minus the group's mean, over its standard deviation + 1e-6 (eq. 9). "
         "`group_mean`: not divided (Dr.GRPO). `leave_one_out`: reward minus the mean of the others (RLOO). `min_max`: "
         "reward minus the group's mean, over its max - min. `reinforce_pp`: reward whitened over the whole rollout "
-        "batch (REINFORCE++).",
+        "batch (REINFORCE++). `gae`: generalised advantage estimates of a critic, which is trained beside the policy "
+        "(PPO; the section `critic`).",
     )
     std: Literal["sample", "population"] | None = Field(
         None,
@@ -118,33 +121,85 @@ class AdvantageConfig(Section):
         description="reinforce_pp only: a reward counts in mean and variance once per token of its response, or once. "
         "null: `tokens`.",
     )
+    gamma: float | None = Field(None, gt=0, le=1, description="gae only: discount per token. null: 1.")
+    lam: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="gae only: lambda, from the critic's word alone (0) to the return alone (1). null: 1.",
+    )
+    whiten: bool | None = Field(
+        None, description="gae only: advantages to mean 0 and variance 1 over the tokens of the batch. null: false."
+    )
 
     @model_validator(mode="after")
     def _options_are_read(self) -> "AdvantageConfig":
-        for key, reader in (("std", "group_norm"), ("over", "reinforce_pp")):
+        readers = {"std": "group_norm", "over": "reinforce_pp", "gamma": "gae", "lam": "gae", "whiten": "gae"}
+        for key, reader in readers.items():
             value = getattr(self, key)
             if value is not None and self.estimator != reader:
                 raise ValueError(
-                    f"{key} ({value}) is read by the estimator {reader} only, not by {self.estimator}: "
+                    f"{key} ({as_yaml(value)}) is read by the estimator {reader} only, not by {self.estimator}: "
                     f"leave {key} out or set it to null"
                 )
         return self
 
 
-class AlgorithmConfig(Section):
-    """The DAPO objective."""
+class KLConfig(Section):
+    """Divergence from a frozen reference policy (the section `reference`). DAPO has none."""
 
-    loss: Literal["ppo_clip", "gspo", "cispo"] = Field(
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    coefficient: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Weight of the divergence. 0: there is no reference policy."
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="Estimate from a token's d = log pi - log ref: k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d, at most "
+        "10. In the loss, the gradient of k1 is 0 on average, that of k2 is the gradient of KL(pi || ref).",
+    )
+    place: Literal["loss", "reward"] = Field(
+        "loss",
+        alias="in",
+        description="`loss`: added to each token's loss. `reward`: taken from the reward, estimated with the policy at "
+        "the start of the step; per token with the estimator gae, summed over the response otherwise.",
+    )
+
+    @model_validator(mode="after")
+    def _estimate_has_a_gradient(self) -> "KLConfig":
+        if self.coefficient and self.place == "loss" and self.estimator == "k1":
+            raise ValueError("estimator (k1) must be k2 or k3 with in=loss: the gradient of k1 is 0 on average")
+        return self
+
+
+class DPOConfig(Section):
+    """Direct preference optimisation (arXiv 2305.18290), where `loss` is `dpo`."""
+
+    beta: float = Field(0.1, gt=0, allow_inf_nan=False, description="How strongly the policy is tied to the reference.")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Share of pairs that are assumed to be labelled the wrong way round."
+    )
+
+
+class AlgorithmConfig(Section):
+    """The objective. Everything at its default is DAPO without the overlong punishment."""
+
+    preset: str | None = Field(
+        None,
+        description="Values to start from, those of a file in dapo_megatron/config/presets (docs/algorithm.md lists "
+        "them); keys given beside it win. `algorithm: NAME` is short for `algorithm: {preset: NAME}`.",
+    )
+    loss: Literal["ppo_clip", "gspo", "cispo", "dpo"] = Field(
         "ppo_clip",
         description="Clip each token's probability ratio (eq. 8), or that of the whole response (GSPO, arXiv "
         "2507.18071; customary with clip low 3e-4, high 4e-4 and sequence_mean), or weight each token's log-prob by "
         "its clipped ratio, so that no token loses its gradient (CISPO, arXiv 2506.13585; clip.low 1 leaves it "
-        "without a lower bound, clip.dual must be null).",
+        "without a lower bound, clip.dual must be null). `dpo`: offline, from pairs of a better and a worse answer.",
     )
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = Field(
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm", "sequence_sum"] = Field(
         "token_mean",
         description="Mean over all tokens of the mini-batch (eq. 12), mean over responses of their token means (GRPO), "
-        "or sum of tokens / (responses x rollout.max_tokens) (Dr.GRPO).",
+        "sum of tokens / (responses x rollout.max_tokens) (Dr.GRPO), or mean over responses of their token sums.",
     )
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="Advantages of responses.")
     clip: ClipConfig = Field(default_factory=ClipConfig, description="Ratio clipping.")
@@ -155,6 +210,8 @@ class AlgorithmConfig(Section):
         description="Entropy bonus: this times the policy's entropy, in nats and averaged over tokens as `aggregation` "
         "says, is subtracted from the loss.",
     )
+    kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference policy.")
+    dpo: DPOConfig = Field(default_factory=DPOConfig, description="Preference optimisation, where loss is dpo.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="Rewards for length.")
     old_log_probs: Literal["recompute", "rollout"] = Field(
         "recompute",
@@ -172,6 +229,38 @@ class AlgorithmConfig(Section):
                 f"rollout_correction.mode ({self.rollout_correction.mode}) must be none with "
                 "old_log_probs: rollout: pi_old is then pi_rollout and every weight 1; use recompute"
             )
+        return self
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a frozen reference policy."""
+        return self.kl.coefficient > 0 or self.loss == "dpo"
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.advantage.estimator == "gae"
+
+    @model_validator(mode="after")
+    def _dpo_stands_alone(self) -> "AlgorithmConfig":
+        if self.loss != "dpo":
+            if self.dpo != DPOConfig():
+                raise ValueError(f"dpo is read with loss=dpo only, not with loss={self.loss}: leave the section out")
+            return self
+        defaults = AlgorithmConfig().model_dump(include={"overlong", "advantage"})
+        needed = {
+            "aggregation": "sequence_sum",
+            "kl.coefficient": 0.0,
+            "old_log_probs": "recompute",
+            "rollout_correction.mode": "none",
+            **{f"{section}.{key}": value for section, keys in defaults.items() for key, value in keys.items()},
+        }
+        for key, only in needed.items():
+            if (value := attrgetter(key)(self)) != only:
+                raise ValueError(
+                    f"{key} ({as_yaml(value)}) must be {as_yaml(only)} with loss=dpo, which learns from the log-probs "
+                    "of pairs alone"
+                )
         return self
 
     @model_validator(mode="after")

@@ -26,6 +26,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             is named) or a value against its rule; one sentence per fault, one fault per line.
     """
     merged = _read_yaml(Path(path))
+    if isinstance(merged.get("algorithm"), str):  # so that `algorithm.clip.high=0.3` can be put on top
+        merged.algorithm = {"preset": merged.algorithm}
     for override in overrides:
         merged = _apply(merged, override)
     try:
@@ -53,9 +55,11 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _apply(config: DictConfig, override: str) -> DictConfig:
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"the override {override!r} must have the form KEY=VALUE, for example run.steps=20")
+    if key == "algorithm" and not value.startswith("{"):  # a preset's name; what the file says beside it stays
+        override = f"algorithm.preset={value}"
     try:
         merged = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
     except (YAMLError, OmegaConfBaseException) as error:

@@ -6,25 +6,31 @@ Every check raises `UserError` with the key, what is wrong and the rule.
 import json
 import os
 import socket
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dapo_megatron.checkpoint import INDEX, SINGLE
+from dapo_megatron.config.critic_view import critic_config, critic_keys
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.precision_rules import check_precision
+from dapo_megatron.config.reference_view import reference_config, reference_keys
 from dapo_megatron.config.run import Config
+from dapo_megatron.data.preferences import load_pairs, tokenize_pairs
 from dapo_megatron.data.prompts import load_rows, tokenize
 from dapo_megatron.data.tokenizer import Tokenizer
-from dapo_megatron.errors import UserError
+from dapo_megatron.errors import UserError, renamed_keys
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.layout import check_layout, check_ranks
 from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.rewards.function import check_function
 from dapo_megatron.rollout.server import check_vllm
 from dapo_megatron.run_state.store import latest_state, read_run
 
 SAMPLE = 256  # prompts encoded to find one that fits, before all are
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json")
 
 
 def preflight(config: Config, num_ranks: int) -> None:
@@ -33,48 +39,118 @@ def preflight(config: Config, num_ranks: int) -> None:
     Raises:
         UserError: for the first check that fails.
     """
-    if config.fleet.mode != "managed" and config.rollout.replay is None:
+    if config.fleet.mode != "managed" and config.has_servers:
         raise UserError(
             f"fleet.mode={config.fleet.mode} cannot run yet: only `managed` can, whose servers start on the node of "
             "rank 0; --dry-run plans the others"
         )
-    check_plan(config, num_ranks, check_model(Path(config.model.path)))
+    architecture = check_model(Path(config.model.path))
+    check_plan(config, num_ranks, architecture)
+    check_reference(config, num_ranks, architecture)
+    check_critic(config, num_ranks, architecture)
     check_machine(config, num_ranks)
 
 
 def check_plan(config: Config, num_ranks: int, architecture: Architecture) -> None:
     """What follows from the configuration and the model's dimensions alone, on any machine."""
-    check_lengths(config, architecture)
-    check_layout(architecture, config.parallel, Path(config.model.path).name)
-    check_ranks(config.parallel, num_ranks, "--nproc")
-    check_precision(
-        architecture, config.training, config.optimizer, config.parallel, model=Path(config.model.path).name
-    )
+    _check_trainer(config, num_ranks, architecture)
     if architecture.num_heads % config.fleet.tensor:
         raise UserError(f"fleet.tensor={config.fleet.tensor} does not divide {architecture.num_heads} attention heads")
 
 
+def check_reference(config: Config, num_ranks: int, policy: Architecture) -> None:
+    """The frozen reference policy, where the objective has one: its model, and what `check_plan` asks of the trainer.
+
+    Args:
+        config: the run's configuration.
+        num_ranks: number of trainer ranks.
+        policy: the architecture of the policy, whose tokens the reference reads.
+    """
+    if config.algorithm.has_reference:
+        with renamed_keys(reference_keys(config)):
+            architecture = _check_beside(config, reference_config(config), num_ranks, policy)
+        _check_tokens("reference", config, config.reference.path, architecture, policy)
+
+
+def check_critic(config: Config, num_ranks: int, policy: Architecture) -> None:
+    """The critic, where the objective has one. Arguments as in `check_reference`."""
+    if config.algorithm.has_critic:
+        with renamed_keys(critic_keys(config)):
+            architecture = _check_beside(config, critic_config(config), num_ranks, policy)
+        _check_tokens("critic", config, config.critic.path, architecture, policy)
+
+
+def _check_beside(config: Config, own: Config, num_ranks: int, policy: Architecture) -> Architecture:
+    """The architecture of a model beside the policy, which `own` configures: complete, and fit for its layout."""
+    same = own.model.path == config.model.path
+    architecture = policy if same else check_weights(Path(own.model.path))
+    _check_trainer(own, num_ranks, architecture)
+    return architecture
+
+
+def _check_tokens(
+    section: str, config: Config, path: str | None, architecture: Architecture, policy: Architecture
+) -> None:
+    """A model beside the policy, with a folder of its own, reads the same tokens."""
+    if architecture.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"{section}.path: {path} has a vocabulary of {architecture.vocab_size} tokens, {config.model.path} one "
+            f"of {policy.vocab_size}: the {section} must have the policy's"
+        )
+    folders = {Path(path or config.model.path), Path(config.model.path)}
+    if path is None or len(folders) == 1 or not all((folder / TOKENIZER).is_file() for folder in folders):
+        return
+    with renamed_keys({"model.path": f"{section}.path"}):
+        ours = Tokenizer(path).vocabulary()
+    if ours != (theirs := Tokenizer(config.model.path).vocabulary()):
+        token = min(text for text, _ in ours.items() ^ theirs.items())
+        raise UserError(
+            f"{section}.path: {path} has another tokenizer than {config.model.path}: {token!r} is the token "
+            f"{ours.get(token)} of the one and {theirs.get(token)} of the other"
+        )
+
+
+def _check_trainer(config: Config, num_ranks: int, architecture: Architecture) -> None:
+    """Sequences, layout, ranks and precision fit the model."""
+    name = Path(config.model.path).name
+    check_lengths(config, architecture)
+    check_layout(architecture, config.parallel, name)
+    check_ranks(config.parallel, num_ranks, "--nproc")
+    check_precision(architecture, config.training, config.optimizer, config.parallel, model=name)
+
+
 def check_machine(config: Config, num_ranks: int) -> None:
-    """What this machine must have: a run folder, trackers, data, and servers or a recording."""
+    """What this machine must have: a run folder, trackers, data, and servers, a recording or given pairs."""
     check_run_dir(config, num_ranks)
     check_tracking(config)
     check_te(config)
     if config.rollout.replay is not None:
         check_replay(Path(config.rollout.replay))
         return
+    if not config.has_servers:
+        check_pairs(config)
+        return
     if config.fleet.mode == "managed":
         check_fleet(config.fleet)
+    if config.data.reward_function is not None:
+        check_function(config.data.reward_function)
     check_data(config)
 
 
 def check_model(folder: Path) -> Architecture:
     """The architecture of a complete checkpoint folder: supported, with tokenizer, and no shard missing or cut off."""
-    if not folder.is_dir():
-        raise UserError(f"model.path: the folder {folder} does not exist")
-    architecture = architecture_of(folder)
+    architecture = check_weights(folder)
     for name in TOKENIZER_FILES:
         if not (folder / name).is_file():
             raise UserError(f"model.path: {folder} has no {name}")
+    return architecture
+
+
+def check_weights(folder: Path) -> Architecture:
+    """The architecture of a checkpoint folder: supported, and no shard missing or cut off."""
+    if not folder.is_dir():
+        raise UserError(f"model.path: the folder {folder} does not exist")
+    architecture = architecture_of(folder)
     for shard, names in _shards(folder).items():
         _check_shard(shard, names)
     return architecture
@@ -147,6 +223,17 @@ def check_data(config: Config) -> None:
         longest = config.data.max_prompt_tokens
         if not any(len(ids) <= longest for ids in tokenizer.encode_prompts(sample)):
             tokenize(rows, tokenizer, longest)  # refuses when all are too long
+
+
+def check_pairs(config: Config) -> None:
+    """Rows of the given pairs can be read and have what they need, and at least one pair can be trained on."""
+    tokenizer, stop = Tokenizer(config.model.path), config.rollout.stop
+    rows = load_pairs(config.data.train, stop)
+    limits = {"max_prompt_tokens": config.data.max_prompt_tokens, "max_answer_tokens": config.rollout.max_tokens}
+    try:
+        tokenize_pairs(replace(rows, rows=rows.rows[:SAMPLE]), tokenizer, stop, **limits)
+    except UserError:
+        tokenize_pairs(rows, tokenizer, stop, **limits)  # refuses when none can be
 
 
 def check_run_dir(config: Config, num_ranks: int) -> None:

@@ -43,7 +43,7 @@ def config_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[K
     """Every key below `section` in the order of the models, sections that may be null included."""
     for name, field in section.model_fields.items():
         nested = _nested_section(field.annotation)
-        dotted = f"{prefix}{name}"
+        dotted = f"{prefix}{field.alias or name}"
         if nested is None:
             yield Key(dotted, _type_text(field), _default_text(field), field.description or "")
             continue

@@ -7,6 +7,46 @@ from pydantic import Field, model_validator
 from dapo_megatron.config.base import Section
 
 
+class AdaptiveGroupConfig(Section):
+    """Groups no larger than the policy's accuracy asks for."""
+
+    sizes: list[int] = Field(
+        min_length=2, description="Group sizes to choose from, ascending; the last is rollout.samples_per_prompt."
+    )
+    acceptance: float = Field(
+        0.9,
+        gt=0,
+        lt=1,
+        description="Each step takes the smallest size G at which a group of a prompt with pass rate p, the running "
+        "accuracy, has both right and wrong answers with at least this probability, 1 - p^G - (1 - p)^G; the largest "
+        "where none does or nothing is known yet.",
+    )
+
+    @model_validator(mode="after")
+    def _sizes_ascend(self) -> "AdaptiveGroupConfig":
+        if self.sizes != sorted(set(self.sizes)) or self.sizes[0] < 2:
+            raise ValueError(f"sizes ({self.sizes}) must be ascending numbers of at least 2 answers")
+        return self
+
+
+class HistoryConfig(Section):
+    """What is made of each prompt's earlier groups. They are recorded in any case."""
+
+    rest_after: int | None = Field(
+        None,
+        ge=1,
+        description="A prompt whose answers were all right this many times running rests: it is not drawn for "
+        "rest_epochs epochs. Where all prompts would rest, none does. null: no prompt rests.",
+    )
+    rest_epochs: int = Field(1, ge=1, description="Epochs for which a prompt rests, after the one it was drawn in.")
+    hard_every: int | None = Field(
+        None,
+        ge=2,
+        description="Every this many draws, one is of a prompt that had no right answer when it was last drawn (the "
+        "one not drawn for longest), beside its turn in the epoch. null: prompts are drawn in their order alone.",
+    )
+
+
 class RolloutConfig(Section):
     """How answers are sampled and which groups are trained on."""
 
@@ -14,7 +54,7 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(
         16,
         ge=1,
-        description="G: answers per prompt (a group). 1 only with algorithm.advantage.estimator reinforce_pp and "
+        description="G: answers per prompt (a group). 1 only with algorithm.advantage.estimator reinforce_pp or gae, and "
         "without dynamic_sampling.",
     )
     max_tokens: int = Field(
@@ -33,6 +73,10 @@ class RolloutConfig(Section):
         True,
         description="Train only on groups with at least one right and one wrong answer, and draw until there are N.",
     )
+    adaptive_group: AdaptiveGroupConfig | None = Field(
+        None, description="Vary the group size from step to step. null: it is samples_per_prompt."
+    )
+    history: HistoryConfig = Field(default_factory=HistoryConfig, description="What earlier groups of a prompt change.")
     max_rounds: int | None = Field(
         10, ge=1, description="Budget of a step in rounds; a round is prompts_per_step prompts drawn. null: no limit."
     )
@@ -58,6 +102,19 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"max_prompts_per_step ({self.max_prompts_per_step}) must be at least "
                 f"prompts_per_step ({self.prompts_per_step})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _largest_group_is_the_groups_size(self) -> "RolloutConfig":
+        if self.adaptive_group is None:
+            return self
+        if not self.dynamic_sampling:
+            raise ValueError("adaptive_group needs dynamic_sampling=true: without it, every group is accepted")
+        if self.adaptive_group.sizes[-1] != self.samples_per_prompt:
+            raise ValueError(
+                f"samples_per_prompt ({self.samples_per_prompt}) must be the largest of adaptive_group.sizes "
+                f"({self.adaptive_group.sizes[-1]})"
             )
         return self
 

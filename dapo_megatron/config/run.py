@@ -1,16 +1,20 @@
 """The root of a run's configuration and the rules that span sections."""
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from dapo_megatron.config.algorithm import AlgorithmConfig
-from dapo_megatron.config.base import Section
+from dapo_megatron.config.base import Section, as_yaml
+from dapo_megatron.config.critic import CriticConfig, ReferenceConfig
 from dapo_megatron.config.data import DataConfig
 from dapo_megatron.config.evaluation import EvaluationConfig
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.precision import packed_alignment, sequence_alignment
+from dapo_megatron.config.preset import resolve_cache_tokens, with_preset
 from dapo_megatron.config.rollout import RolloutConfig
 from dapo_megatron.config.tracking import TrackingConfig
 from dapo_megatron.config.training import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -46,19 +50,28 @@ class Config(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="Batches and precision.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Megatron layout.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic of PPO.")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen reference policy.")
     fleet: FleetConfig = Field(default_factory=FleetConfig, description="vLLM servers.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out accuracy.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Metrics.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_is_filled_in(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return resolve_cache_tokens(with_preset(values), RolloutConfig.model_fields["max_tokens"].default)
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> "Config":
         estimator = self.algorithm.advantage.estimator
         if self.rollout.samples_per_prompt > 1:
             return self
-        if estimator != "reinforce_pp":
+        if estimator not in ("reinforce_pp", "gae"):
             raise ValueError(
                 f"rollout.samples_per_prompt (1) must be at least 2 with algorithm.advantage.estimator={estimator}, "
-                "which compares the answers to a prompt; reinforce_pp allows 1"
+                "which compares the answers to a prompt; reinforce_pp and gae allow 1"
             )
         if self.rollout.dynamic_sampling:
             raise ValueError(
@@ -89,6 +102,25 @@ class Config(Section):
         self._micro_batches_fit()
         return self
 
+    @model_validator(mode="after")
+    def _dpo_is_offline(self) -> "Config":
+        if self.algorithm.loss != "dpo":
+            return self
+        needed = {
+            "rollout.dynamic_sampling": False,
+            "rollout.samples_per_prompt": 2,
+            "rollout.replay": None,
+            "evaluation.data": None,
+            "training.mini_batch": self.responses_per_step,
+        }
+        for key, only in needed.items():
+            if (value := attrgetter(key)(self)) != only:
+                raise ValueError(
+                    f"{key} ({as_yaml(value)}) must be {as_yaml(only)} with algorithm.loss=dpo, which trains on given "
+                    "pairs, all of a step in one update, and has no servers"
+                )
+        return self
+
     def _micro_batches_fit(self) -> None:
         """A micro-batch holds the longest sequence with its padding, and ends where the layout and FP8 allow."""
         size = self.training.micro_batch_tokens
@@ -106,6 +138,11 @@ class Config(Section):
                 f"training.micro_batch_tokens ({size}) must be a multiple of {multiple}, as parallel.context, "
                 f"parallel.sequence and FP8 ask; use {below if below >= padded else below + multiple}"
             )
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether answers are generated, not read from a recording or given as pairs."""
+        return self.rollout.replay is None and self.algorithm.loss != "dpo"
 
     @property
     def responses_per_step(self) -> int:

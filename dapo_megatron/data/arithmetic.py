@@ -44,6 +44,15 @@ def generate(config: ArithmeticConfig) -> list[Row]:
     return [Row(lead + _question(p), _answer(p), f"arithmetic/{config.task}") for p in problems]
 
 
+def wrong_answer(answer: str, rng: random.Random) -> str:
+    """`answer` with one of its numbers off by 1 to 9, and not below 0."""
+    numbers = [int(number) for number in answer.split()]
+    place = rng.randrange(len(numbers))
+    right = numbers[place]
+    numbers[place] = rng.choice([n for n in range(max(0, right - 9), right + 10) if n != right])
+    return " ".join(map(str, numbers))
+
+
 def _draw(
     task: Task, lengths: list[int], split: str, rng: random.Random, count: int, excluded: frozenset[Problem]
 ) -> list[Problem]:

@@ -7,7 +7,7 @@ that are drawn.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.types import Prompt
 
 FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+COLUMNS = ("prompt", "reward_model", "data_source")
 READ_ROWS = 1000
 
 
@@ -98,12 +99,18 @@ def tokenize(rows: Rows, tokenizer: Tokenizer, max_prompt_tokens: int) -> Prompt
 
 def _read(path: str, split: str) -> Iterator[Row]:
     """Rows of a file or Hub data set in the DAPO schema."""
-    for number, raw in enumerate(_load(path, split), start=1):
+    for number, raw in enumerate(load_table(path, split, COLUMNS), start=1):
         yield _row(raw, f"row {number} of {path}")
 
 
-def _load(path: str, split: str) -> Iterator[Mapping[str, Any]]:
-    """Raw rows. `datasets` is loaded here because generated tasks do without it (80 MB and 2 s)."""
+def load_table(path: str, split: str, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Raw rows of a file or Hub data set, with those of `columns` that it has.
+
+    `datasets` is loaded here because generated tasks do without it (80 MB and 2 s).
+
+    Raises:
+        UserError: when it cannot be read.
+    """
     import datasets
 
     file_format = FILE_FORMATS.get(Path(path).suffix)
@@ -122,8 +129,10 @@ def _load(path: str, split: str) -> Iterator[Mapping[str, Any]]:
             table = datasets.load_dataset(file_format, data_files=path, split="train")
     except Exception as error:  # `datasets` raises dozens of types, from OSError to its own
         raise UserError(f"the data set {path} cannot be read: {_root_cause(error)}") from error
-    columns = [name for name in ("prompt", "reward_model", "data_source") if name in table.column_names]
-    for batch in table.select_columns(columns).iter(batch_size=READ_ROWS):
+    present = [name for name in columns if name in table.column_names]
+    if not present:
+        raise UserError(f"the data set {path} has none of the columns {', '.join(columns)}")
+    for batch in table.select_columns(present).iter(batch_size=READ_ROWS):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))
 
@@ -147,16 +156,18 @@ def _row(raw: Mapping[str, Any], name: str) -> Row:
         gold = str(gold)
     if not isinstance(gold, str) or not gold.strip():
         raise UserError(f"{name} has no reward_model.ground_truth: each row needs the gold answer as text")
-    return Row(_content(raw.get("prompt"), name), gold, str(raw.get("data_source") or ""))
+    return Row(content_of(raw.get("prompt"), name), gold, str(raw.get("data_source") or ""))
 
 
-def _content(prompt: Any, name: str) -> Content:
+def content_of(prompt: Any, name: str) -> Content:
+    """A row's prompt; `name` is the row's, for the UserError where it is neither a text nor messages."""
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+    if isinstance(prompt, list) and prompt and all(is_message(message) for message in prompt):
         return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
     raise UserError(f"{name} has no prompt: it must be a text, or chat messages with `role` and `content`")
 
 
-def _is_message(message: Any) -> bool:
+def is_message(message: Any) -> bool:
+    """Whether this is a chat message with `role` and `content` as text."""
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

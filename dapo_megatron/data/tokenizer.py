@@ -39,11 +39,30 @@ class Tokenizer:
         """
         chats = iter(self._render([list(prompt) for prompt in prompts if not isinstance(prompt, str)]))
         texts = [prompt if isinstance(prompt, str) else next(chats) for prompt in prompts]
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return self._encode(texts)
+
+    def encode_answers(self, answers: Sequence[str], stop: Sequence[str]) -> list[list[int]]:
+        """Token ids of each answer as a server would have ended it: with the first stop string, or end-of-sequence.
+
+        Raises:
+            UserError: when there is no stop string and the checkpoint names no end-of-sequence token.
+        """
+        if stop:
+            return self._encode([answer + stop[0] for answer in answers])
+        end = self._end_of_answer()
+        return [[*ids, end] for ids in self._encode(answers)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_texts(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Text of each token by itself, special tokens included; U+FFFD stands for a part of a character."""
+        return tuple(self._tokenizer.decode_batch([[i] for i in token_ids], skip_special_tokens=False))
+
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, added ones included, by its text as the tokenizer writes it."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def end_token_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
         """Ids at which an answer ends, ascending: end-of-sequence, and each token whose text contains a stop string."""
@@ -53,6 +72,22 @@ class Tokenizer:
             texts = self._tokenizer.decode_batch([[i] for i in vocabulary], skip_special_tokens=False)
             ids.update(i for i, text in enumerate(texts) if any(string in text for string in stop))
         return tuple(sorted(ids))
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def _end_of_answer(self) -> int:
+        """The tokenizer's own end-of-sequence token, or else the first of those that the checkpoint names."""
+        token = self._special_tokens().get("eos_token")
+        token_id = self._tokenizer.token_to_id(token) if token else None
+        if token_id is None:
+            token_id = min(self._end_of_sequence_ids(), default=None)
+        if token_id is None:
+            raise UserError(
+                f"model.path: {self.folder} names no end-of-sequence token, with which answers would end; "
+                "give rollout.stop"
+            )
+        return token_id
 
     def _end_of_sequence_ids(self) -> set[int]:
         """All that the checkpoint names: chat models end at a token of generation_config.json, base models at eos."""

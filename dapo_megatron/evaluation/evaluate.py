@@ -10,13 +10,14 @@ from dapo_megatron.types import Prompt, Sample
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], generate: Generate, max_in_flight: int, progress: Progress
+    prompts: Sequence[Prompt], generate: Generate, samples: int, max_in_flight: int, progress: Progress
 ) -> dict[str, Any]:
     """Answer every prompt with a group and return its accuracy.
 
     Args:
         prompts: the held-out problems.
-        generate: answers one prompt with its configured number of samples.
+        generate: answers one prompt.
+        samples: answers per prompt.
         max_in_flight: problems worked on at the same time.
         progress: counts problems (`kept` of `needed`), answers and tokens as they finish.
 
@@ -35,7 +36,7 @@ async def evaluate(
     async def answer(prompt: Prompt) -> tuple[Sample, ...]:
         async with slots:
             try:
-                return await generate(prompt, progress.add)
+                return await generate(prompt, samples, progress.add)
             except GroupFailedError:
                 return ()
             finally:

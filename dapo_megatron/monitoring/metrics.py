@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object per training step and per evaluation."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,12 @@ import orjson
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS = "evaluations"
+# Running totals, and the metrics of a step that each adds up: what accuracy is drawn against.
+TOTALS = {
+    "total/updates": ("updates",),
+    "total/generated_tokens": ("generated_tokens",),
+    "total/flops": ("flops/generated", "flops/trained"),
+}
 Record = dict[str, Any]
 
 
@@ -19,12 +26,15 @@ class MetricsWriter:
         run_dir: folder of the run; made when missing.
         start_step: steps finished before. Records of later steps, left by a run that was stopped after its last
             saved state, are dropped: those steps are done again.
+
+    `last` is the last record that was kept, empty in a new run.
     """
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         kept = [record for record in read_metrics(run_dir) if start_step and record["step"] <= start_step]
+        self.last: Record = kept[-1] if kept else {}
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(map(_line, kept)))
         os.replace(beside, path)
@@ -53,6 +63,22 @@ def read_metrics(run_dir: Path) -> Iterator[Record]:
             yield orjson.loads(line)
         except orjson.JSONDecodeError:
             return
+
+
+def number(record: Mapping[str, Any], key: str) -> float:
+    """A metric that may be missing, null or NaN, which count as 0."""
+    value = record.get(key)
+    return float(value) if value is not None and math.isfinite(value) else 0.0
+
+
+def running_totals(before: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, float]:
+    """`TOTALS` after a step.
+
+    Args:
+        before: the totals so far, as an earlier record holds them; those that are missing start at 0.
+        step: metrics of the step alone.
+    """
+    return {total: number(before, total) + sum(number(step, key) for key in keys) for total, keys in TOTALS.items()}
 
 
 def write_evaluation(run_dir: Path, name: str, result: Mapping[str, Any]) -> None:

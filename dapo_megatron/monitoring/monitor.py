@@ -11,7 +11,7 @@ from rich.console import Console
 from dapo_megatron.config.run import Config
 from dapo_megatron.monitoring.console import LiveConsole, PlainConsole, open_console
 from dapo_megatron.monitoring.memory import MemorySampler, launcher_pid
-from dapo_megatron.monitoring.metrics import MetricsWriter, Record, write_evaluation
+from dapo_megatron.monitoring.metrics import MetricsWriter, Record, running_totals, write_evaluation
 from dapo_megatron.monitoring.trackers import WandbTracker
 
 
@@ -47,7 +47,9 @@ class Monitor:
         if not enabled:
             return
         self._memory = MemorySampler(launcher_pid())
-        self._sinks.append(MetricsWriter(self._run_dir, start_step))
+        metrics = MetricsWriter(self._run_dir, start_step)
+        self._totals = running_totals(metrics.last, {})
+        self._sinks.append(metrics)
         if config.tracking.wandb_project is not None:
             self._sinks.append(WandbTracker(config, self._run_dir))
         self._console: PlainConsole | LiveConsole = open_console(config.tracking.console)
@@ -81,7 +83,9 @@ class Monitor:
 
         Added to `metrics`: `seconds/<phase>`, `seconds/step` (wall clock since the first phase of the step),
         `tokens_per_second` (generated tokens per second of the step), `memory/now_gb` and `memory/peak_gb`
-        (all processes of the run on this machine, GB), `steps` and `time` (Unix time).
+        (all processes of the run on this machine, GB), `steps` and `time` (Unix time). `total/updates`,
+        `total/generated_tokens` and `total/flops` sum `updates`, `generated_tokens`, and `flops/generated` with
+        `flops/trained`, over all steps since the run's first; steps that a crash undid and evaluations count nothing.
         """
         now = time.monotonic()
         seconds = now - (self._step_started if self._step_started is not None else now)
@@ -93,6 +97,7 @@ class Monitor:
         self._start_over()
         if not self._enabled:
             return
+        self._totals = running_totals(self._totals, metrics)
         record = self._stamped(record)
         for sink in self._sinks:
             sink.step(record)
@@ -158,9 +163,6 @@ class Monitor:
         self._phases, self._step_started = {}, None
 
     def _stamped(self, record: Record) -> Record:
-        """`record` with memory and time."""
-        return record | {
-            "memory/now_gb": round(self._memory.current_gb, 3),
-            "memory/peak_gb": round(self._memory.peak_gb, 3),
-            "time": time.time(),
-        }
+        """`record` with totals, memory and time."""
+        now, peak = round(self._memory.current_gb, 3), round(self._memory.peak_gb, 3)
+        return record | self._totals | {"memory/now_gb": now, "memory/peak_gb": peak, "time": time.time()}

@@ -6,7 +6,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from dapo_megatron.config.preflight import check_machine, check_model, check_plan
+from dapo_megatron.config.preflight import check_critic, check_machine, check_model, check_plan, check_reference
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
@@ -40,12 +40,14 @@ def dry_run(config: Config, ranks_per_node: int, nodes: int, hf_config: Path | N
 def _check(config: Config, num_ranks: int, hf_config: Path | None) -> tuple[Architecture, list[str]]:
     """The model's dimensions, and what could not be checked here."""
     unchecked = []
-    if config.fleet.mode != "managed" and config.rollout.replay is None:
+    if config.fleet.mode != "managed" and config.has_servers:
         unchecked.append(f"fleet.mode={config.fleet.mode}: its servers; only `managed` can run so far")
     folder = Path(config.model.path)
     if folder.is_dir():
         architecture = check_model(folder)
         check_plan(config, num_ranks, architecture)
+        check_reference(config, num_ranks, architecture)
+        check_critic(config, num_ranks, architecture)
         check_machine(config, num_ranks)
         return architecture, unchecked
     if hf_config is None:
@@ -57,6 +59,14 @@ def _check(config: Config, num_ranks: int, hf_config: Path | None) -> tuple[Arch
         raise UserError(f"--hf-config must be a file config.json, not {hf_config}")
     architecture = architecture_of(hf_config.parent)
     check_plan(config, num_ranks, architecture)
+    if config.reference.path is None or Path(config.reference.path).is_dir():
+        check_reference(config, num_ranks, architecture)
+    elif config.algorithm.has_reference:
+        unchecked.append(f"{config.reference.path} is not on this machine: the reference policy")
+    if config.critic.path is None or Path(config.critic.path).is_dir():
+        check_critic(config, num_ranks, architecture)
+    elif config.algorithm.has_critic:
+        unchecked.append(f"{config.critic.path} is not on this machine: the critic")
     unchecked.append(f"{folder} is not on this machine (dimensions are those of {hf_config}): weights and tokenizer")
     unchecked.append("what the machines of the run must have: data, run folder, trackers, vLLM and free ports")
     return architecture, unchecked

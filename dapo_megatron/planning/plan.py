@@ -4,25 +4,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.config.reference_view import reference_config
 from dapo_megatron.config.run import Config
+from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.planning.ranks import RankPlace, parameters_held, rank_places
 
 
 def plan(config: Config, num_ranks: int, nodes: int = 1) -> dict[str, str]:
     """What a run of `num_ranks` ranks on `nodes` nodes will do, in numbers."""
-    rollout, parallel = config.rollout, config.parallel
-    data_parallel = num_ranks // parallel.model_ranks
+    rollout = config.rollout
     responses = config.responses_per_step
     updates = responses // config.training.mini_batch
     budget = "no limit" if rollout.prompt_budget is None else f"at most {rollout.prompt_budget}"
     sequence = config.longest_sequence
     return {
-        "ranks": f"{num_ranks} = tensor {parallel.tensor} x context {parallel.context} x data {data_parallel} x "
-        f"pipeline {parallel.pipeline}, on {nodes} {'node' if nodes == 1 else 'nodes'}",
-        "rollout servers": servers(config.fleet, num_ranks)
-        if rollout.replay is None
-        else f"none: batches are replayed from {rollout.replay}",
+        "ranks": f"{num_ranks} = {layout(config.parallel, num_ranks)}, on {nodes} {'node' if nodes == 1 else 'nodes'}",
+        **({"reference policy": reference(config, num_ranks)} if config.algorithm.has_reference else {}),
+        "rollout servers": answers_from(config, num_ranks),
         "responses per step": f"{responses} = {rollout.prompts_per_step} groups x {rollout.samples_per_prompt} answers",
         "prompts drawn per step": f"{rollout.prompts_per_step}, dynamic sampling {budget}"
         if rollout.dynamic_sampling
@@ -33,6 +32,26 @@ def plan(config: Config, num_ranks: int, nodes: int = 1) -> dict[str, str]:
         "a micro-batch",
         "run folder": config.run.dir,
     }
+
+
+def layout(parallel: ParallelConfig, num_ranks: int) -> str:
+    """The sizes along the axes of a layout, in words."""
+    data = num_ranks // parallel.model_ranks
+    return f"tensor {parallel.tensor} x context {parallel.context} x data {data} x pipeline {parallel.pipeline}"
+
+
+def reference(config: Config, num_ranks: int) -> str:
+    """Which model the frozen reference policy is, and how it is spread over the same ranks, in words."""
+    own = reference_config(config)
+    return f"{own.model.path}, {layout(own.parallel, num_ranks)}, {own.training.precision}"
+
+
+def answers_from(config: Config, num_ranks: int) -> str:
+    """Servers that generate answers, or what is there in their place, in words."""
+    if config.has_servers:
+        return servers(config.fleet, num_ranks)
+    replay = config.rollout.replay
+    return "none: data.train holds pairs of answers" if replay is None else f"none: batches are replayed from {replay}"
 
 
 def servers(fleet: FleetConfig, num_ranks: int) -> str:

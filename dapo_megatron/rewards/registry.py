@@ -7,7 +7,7 @@ from typing import Literal
 from dapo_megatron.errors import UserError
 from dapo_megatron.rewards.answers import MAX_ANSWER, equivalent, extract_answer, normalise
 
-Reason = Literal["correct", "wrong", "no_answer", "bad_gold"]
+Reason = Literal["correct", "wrong", "no_answer", "bad_gold", "bad_reward"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Grade:
 
     `extracted` is the answer as it stands in the response, None without one. `reason` is what metrics count:
     `correct`, `wrong` (an answer was found and differs), `no_answer` (none was found, which is wrong), `bad_gold`
-    (the gold answer is empty or longer than any answer can be, so that nothing equals it).
+    (the gold answer is empty or longer than any answer can be, so that nothing equals it), `bad_reward` (the reward
+    function failed: no rule says so).
     """
 
     correct: bool

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from dapo_megatron.types import BatchHeader, Bool, Float32, Group, Int32, Sample, TokenBlock
 
 HEADER_ARRAYS = tuple(f.name for f in fields(BatchHeader) if f.name not in ("step", "stats", "cursor"))
+ADDED_ARRAYS = ("step_responses", "step_places", "step_rewards")
+"""Of a header, which older records lack; they were empty then."""
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -43,6 +45,11 @@ def build_batch(
         correct=_bool([sample.correct for sample in samples]),
         truncated=_bool([sample.finish_reason == "length" for sample in samples]),
         versions=_int32([sample.versions for sample in samples]).reshape(len(samples), 2),
+        step_responses=np.repeat(
+            np.arange(len(samples), dtype=np.int32), [len(sample.steps.places) for sample in samples]
+        ),
+        step_places=_joined([sample.steps.places for sample in samples], np.int32),
+        step_rewards=_joined([sample.steps.rewards for sample in samples], np.float32),
         stats=stats,
         cursor=cursor,
     )
@@ -116,7 +123,9 @@ def _header_arrays(header: BatchHeader) -> Arrays:
 
 
 def _header(arrays: Arrays) -> BatchHeader:
-    members: dict[str, Any] = {name: _entry(arrays, name) for name in HEADER_ARRAYS}
+    members: dict[str, Any] = {
+        name: _entry(arrays, name) for name in HEADER_ARRAYS if name in arrays or name not in ADDED_ARRAYS
+    }
     return BatchHeader(**members, **json.loads(_entry(arrays, "json").tobytes()))
 
 

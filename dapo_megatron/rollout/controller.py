@@ -28,13 +28,17 @@ from dapo_megatron.data.cursor import PromptCursor
 from dapo_megatron.data.prompts import Prompts, load_rows, tokenize
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.evaluation.evaluate import evaluate
+from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.processes import die_with_parent
+from dapo_megatron.rewards import RewardFunction
+from dapo_megatron.rewards.function import load_function
 from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE
 from dapo_megatron.rollout.blocks import BatchTokens, build_batch
 from dapo_megatron.rollout.client import Sampling, ServerClient
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.generation import Grader, GroupGenerator
 from dapo_megatron.rollout.journal import Journal
+from dapo_megatron.rollout.report import GroupReport, cost_stats
 from dapo_megatron.rollout.sampler import Progress, Sampler
 from dapo_megatron.rollout.server import Server, log_tail, stop_server, wait_until_healthy
 from dapo_megatron.rollout.service import BudgetExhaustedError, Service
@@ -70,21 +74,28 @@ def load_data(config: Config, tokenizer: Tokenizer, state: dict[str, Any] | None
         if data is not None:
             counts = len(data.prompts), data.duplicates, data.too_long
             logger.info("%s prompts: %d; skipped: %d duplicates, %d too long", name, *counts)
-    cursor = PromptCursor(len(train.prompts), config.run.seed, config.data.shuffle, train.fingerprint)
+    order = config.run.seed, config.data.shuffle
+    cursor = PromptCursor(len(train.prompts), *order, train.fingerprint, config.rollout.history)
     if state:
         cursor.load_state_dict(state)
     return Data(train, held_out, cursor)
 
 
 class RolloutWork:
-    """Batches and evaluations over healthy servers. `max_in_flight` keeps twice as many answers as servers can run."""
+    """Batches and evaluations over healthy servers, with twice as many answers in flight as servers can run."""
 
-    def __init__(self, config: Config, data: Data, tokenizer: Tokenizer, fleet: Fleet):
+    def __init__(
+        self, config: Config, data: Data, tokenizer: Tokenizer, fleet: Fleet, function: RewardFunction | None = None
+    ):
         rollout, evaluation = config.rollout, config.evaluation
         self._config = config
         self._data = data
+        self._architecture = architecture_of(config.model.path)
         self._journal = Journal(Path(config.run.dir) / "rollouts")
-        grader = Grader(tokenizer, config.data.reward, rollout.stop, config.algorithm.overlong, rollout.max_tokens)
+        self._report = GroupReport(self._journal.folder, tokenizer.decode)
+        self._answers_in_flight = 2 * config.fleet.servers * config.fleet.max_num_seqs
+        rules = tokenizer, config.data.reward, rollout.stop, config.algorithm.overlong, rollout.max_tokens
+        self._grader = Grader(*rules, function)
         ends = tokenizer.end_token_ids(rollout.stop)
         training = Sampling(config.generation_limit, rollout.temperature, rollout.top_p, ends)
         held_out_sampling = Sampling(config.generation_limit, evaluation.temperature, evaluation.top_p, ends)
@@ -92,18 +103,17 @@ class RolloutWork:
             data.train.prompts,
             data.cursor,
             rollout,
-            GroupGenerator(fleet, grader, training, rollout.samples_per_prompt),
-            self._groups_in_flight(rollout.samples_per_prompt),
+            GroupGenerator(fleet, self._grader, training),
+            self._answers_in_flight,
         )
-        self._answer_held_out = GroupGenerator(fleet, grader, held_out_sampling, evaluation.samples)
-
-    def _groups_in_flight(self, answers: int) -> int:
-        capacity = self._config.fleet.servers * self._config.fleet.max_num_seqs
-        return math.ceil(2 * capacity / answers)
+        self._answer_held_out = GroupGenerator(fleet, Grader(*rules), held_out_sampling)
 
     async def sample(self, step: int, version: int, progress: Progress) -> tuple[BatchHeader, BatchTokens]:
         """Sample, record and return the batch of a step; `version` is that of the weights now in the servers."""
         sampled = await self._sampler.sample_batch(progress)
+        self._grader.end_step(step)
+        sampled.stats.update(cost_stats(sampled.draws, self._architecture, sampled.stats["seconds"]))
+        await asyncio.to_thread(self._report.write, step, sampled.draws)
         if sampled.exhausted and self._config.rollout.on_exhausted == "stop":
             raise BudgetExhaustedError(
                 f"step {step}: the whole budget of {sampled.stats['drawn']:.0f} prompts gave {len(sampled.groups)} of "
@@ -123,8 +133,9 @@ class RolloutWork:
         """Accuracy on the held-out prompts."""
         if self._data.held_out is None:
             raise RuntimeError("an evaluation was asked for, but evaluation.data is not configured")
-        in_flight = self._groups_in_flight(self._config.evaluation.samples)
-        return await evaluate(self._data.held_out.prompts, self._answer_held_out, in_flight, progress)
+        samples = self._config.evaluation.samples
+        in_flight = math.ceil(self._answers_in_flight / samples)
+        return await evaluate(self._data.held_out.prompts, self._answer_held_out, samples, in_flight, progress)
 
 
 class Controller:
@@ -150,6 +161,8 @@ class Controller:
     async def _run(self, clients: contextlib.AsyncExitStack) -> None:
         config = self._config
         tokenizer = Tokenizer(config.model.path)
+        target = config.data.reward_function
+        function = await asyncio.to_thread(load_function, target) if target is not None else None
         for index in range(config.fleet.servers):
             self._servers.append(self._start(index))
         data = await asyncio.to_thread(load_data, config, tokenizer, self._state)
@@ -158,7 +171,7 @@ class Controller:
             await clients.enter_async_context(ServerClient(server.url, self._token, config.fleet.request_timeout))
             for server in self._servers
         ]
-        work = RolloutWork(config, data, tokenizer, Fleet(connections, config.fleet.request_retries))
+        work = RolloutWork(config, data, tokenizer, Fleet(connections, config.fleet.request_retries), function)
         self._service.ready(work, [(server.url, self._token) for server in self._servers])
         await self._watch()
 

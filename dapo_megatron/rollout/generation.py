@@ -2,46 +2,121 @@
 
 import asyncio
 import itertools
+import logging
+import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from dapo_megatron.algorithm.overlong import brevity_bonus, overlong_penalty
 from dapo_megatron.config.algorithm import OverlongConfig
 from dapo_megatron.data.tokenizer import Tokenizer
-from dapo_megatron.rewards import grade
+from dapo_megatron.rewards import Answer, BadRewardError, Reason, RewardFunction, grade, judge
 from dapo_megatron.rollout.client import Generated, RequestError, Sampling
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.sampler import GroupFailedError
-from dapo_megatron.types import Prompt, Sample
+from dapo_megatron.types import NO_STEPS, Prompt, Sample, Steps
+
+SHOWN_FAILURES = 10
+"""Failures of the reward function that are logged one by one in a step."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """An answer before its length counts. `outcome` is the reward of the whole; the rest is as in `Sample`."""
+
+    correct: bool
+    outcome: float
+    score: float
+    reason: Reason
+    steps: Steps = NO_STEPS
 
 
 class Grader:
     """Gives an answer its reward: 1 if it is right and -1 if not (eq. 7), plus what its length adds (eq. 13, brevity).
 
-    `max_tokens` is L_max.
+    `max_tokens` is L_max. Where there is a reward `function`, its number takes the place of 1 and -1, or its process
+    rewards come beside them. An answer for which it fails counts as wrong, and the log says why.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rule: str, stop: list[str], overlong: OverlongConfig, max_tokens: int):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rule: str,
+        stop: list[str],
+        overlong: OverlongConfig,
+        max_tokens: int,
+        function: RewardFunction | None = None,
+    ):
         self._tokenizer = tokenizer
         self._rule = rule
         self._stop = stop
         self._overlong = overlong
         self._max_tokens = max_tokens
+        self._function = function
+        self._failures = 0  # of the function, in this step
+        self._lock = threading.Lock()  # answers are judged in several threads
 
-    def sample(self, answer: Generated, ground_truth: str) -> Sample:
-        """Judge one answer, in bounded time for any text."""
-        verdict = grade(self._text(answer), ground_truth, self._rule)
+    def sample(self, answer: Generated, prompt: Prompt) -> Sample:
+        """Judge one answer; in bounded time for any text, as far as it is not for the function. Never raises."""
+        judged = self._judge(answer, prompt)
         return Sample(
             token_ids=np.array(answer.token_ids, dtype=np.int32),
             log_probs=np.array(answer.log_probs, dtype=np.float32),
             finish_reason=answer.finish_reason,
             versions=answer.versions,
-            correct=verdict.correct,
-            reward=(1.0 if verdict.correct else -1.0) + self._length_reward(len(answer.token_ids), verdict.correct),
-            reason=verdict.reason,
+            correct=judged.correct,
+            reward=judged.outcome + self._length_reward(len(answer.token_ids), judged.correct),
+            score=judged.score,
+            reason=judged.reason,
+            steps=judged.steps,
         )
+
+    def end_step(self, step: int) -> None:
+        """Log how often the function failed in a step if not all of it was shown, and start a new count."""
+        with self._lock:
+            failures, self._failures = self._failures, 0
+        if failures > SHOWN_FAILURES:
+            logger.warning("step %d: %d bad rewards, of which %d are shown", step, failures, SHOWN_FAILURES)
+
+    def _judge(self, answer: Generated, prompt: Prompt) -> _Judged:
+        text = self._text(answer)
+        verdict = grade(text, prompt.ground_truth, self._rule)
+        by_rule = 1.0 if verdict.correct else -1.0
+        if self._function is None:
+            return _Judged(verdict.correct, by_rule, float(verdict.correct), verdict.reason)
+        try:
+            rewards = judge(self._function, self._seen(answer, prompt, text, verdict.correct))
+        except BadRewardError as error:
+            self._tell(prompt, error)
+            return _Judged(correct=False, outcome=-1.0, score=0.0, reason="bad_reward")
+        if isinstance(rewards, Steps):
+            return _Judged(verdict.correct, by_rule, float(verdict.correct), verdict.reason, rewards)
+        return _Judged(verdict.correct, rewards, rewards, verdict.reason)
+
+    def _seen(self, answer: Generated, prompt: Prompt, text: str, correct: bool) -> Answer:
+        return Answer(
+            text=text,
+            token_ids=answer.token_ids,
+            token_texts=self._tokenizer.token_texts(answer.token_ids),
+            prompt_token_ids=prompt.token_ids,
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            correct=correct,
+            finish_reason=answer.finish_reason,
+        )
+
+    def _tell(self, prompt: Prompt, error: BadRewardError) -> None:
+        with self._lock:
+            self._failures += 1
+            number = self._failures
+        if number <= SHOWN_FAILURES:
+            trace = error.__cause__ if number == 1 else None  # one is enough to find the line
+            logger.warning("bad reward of an answer to prompt %d: %s", prompt.id, error, exc_info=trace)
 
     def _length_reward(self, length: int, correct: bool) -> float:
         rule = self._overlong
@@ -56,25 +131,24 @@ class Grader:
 
 
 class GroupGenerator:
-    """Generates groups of `size` answers with `sampling`. Answers are graded as they finish, outside the event loop."""
+    """Generates groups of answers with `sampling`. Answers are graded as they finish, outside the event loop."""
 
-    def __init__(self, fleet: Fleet, grader: Grader, sampling: Sampling, size: int):
+    def __init__(self, fleet: Fleet, grader: Grader, sampling: Sampling):
         self._fleet = fleet
         self._grader = grader
         self._sampling = sampling
-        self._size = size
         self._run = uuid.uuid4().hex[:12]  # request ids must differ from those of an earlier controller
         self._numbers = itertools.count()
 
-    async def __call__(self, prompt: Prompt, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
-        """All answers to `prompt`.
+    async def __call__(self, prompt: Prompt, size: int, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
+        """`size` answers to `prompt`.
 
         Raises:
             GroupFailedError: when one of them failed for good. The others are cancelled then.
         """
         name = f"{self._run}-{next(self._numbers)}"
-        with self._fleet.place(self._size) as server:
-            tasks = [asyncio.create_task(self._answer(prompt, f"{name}-{i}", server)) for i in range(self._size)]
+        with self._fleet.place(size) as server:
+            tasks = [asyncio.create_task(self._answer(prompt, f"{name}-{i}", server)) for i in range(size)]
             try:
                 for finished in asyncio.as_completed(tasks):
                     on_answer(await finished)
@@ -88,4 +162,4 @@ class GroupGenerator:
 
     async def _answer(self, prompt: Prompt, request_id: str, server: int) -> Sample:
         reply = await self._fleet.generate(prompt.token_ids, self._sampling, request_id, server)
-        return await asyncio.to_thread(self._grader.sample, reply, prompt.ground_truth)
+        return await asyncio.to_thread(self._grader.sample, reply, prompt)

@@ -1,4 +1,4 @@
-"""Rollouts as the trainer sees them: a controller process, or a recording of one. Synchronous, and without torch."""
+"""Rollouts as the trainer sees them: a controller process, a recording of one, or given pairs. Without torch."""
 
 import contextlib
 import json
@@ -22,6 +22,7 @@ from dapo_megatron.files import write_atomically
 from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE, Address, controller_host
 from dapo_megatron.rollout.blocks import decode_block, decode_header, select
 from dapo_megatron.rollout.journal import Journal
+from dapo_megatron.rollout.offline import open_offline
 from dapo_megatron.rollout.server import log_tail
 from dapo_megatron.run_state.store import latest_state, read_run
 from dapo_megatron.types import BatchHeader, Int32, TokenBlock
@@ -38,7 +39,7 @@ STOP_SECONDS = 40.0
 OnProgress = Callable[[float, float, str], None]
 """Called with done, total, and a text."""
 
-OnRankZero = Callable[[Callable[[], Address]], Address]
+OnRankZero = Callable[[Callable[[], Any]], Any]
 """Runs a function on rank 0 and returns its result, or raises its error, on every rank."""
 
 
@@ -84,27 +85,35 @@ class Rollouts(Protocol):
 
 
 def open_rollouts(config: Config, rank: int, on_rank_zero: OnRankZero) -> Rollouts:
-    """The rollouts of a run, on every rank: rank 0 starts the controller, the others talk to it.
+    """The rollouts of a run, on every rank: rank 0 starts the controller, the others talk to it; DPO has none.
 
-    The controller continues from the newest saved state in `run.dir`, unless `run.resume` is `never`.
+    The order of prompts or pairs goes on from the newest saved state in `run.dir`, unless `run.resume` is `never`.
     """
     if config.rollout.replay is not None:
         return Replay(config.rollout.replay)
+    if not config.has_servers:
+        return open_offline(config, _saved_cursor(config), on_rank_zero)
     started: list[ControllerProcess] = []
 
     def start() -> Address:
-        saved = latest_state(config.run.dir) if config.run.resume == "auto" else None
-        started.append(start_controller(config, read_run(saved)["cursor"] if saved else None))
+        started.append(start_controller(config, _saved_cursor(config)))
         return started[0].address
 
     try:
-        address = on_rank_zero(start)
+        address: Address = on_rank_zero(start)
         _check_shared(address.log_path)
         return RemoteRollouts(address, started[0] if rank == 0 else None)
     except BaseException:
         for process in started:
             process.stop()
         raise
+
+
+def _saved_cursor(config: Config) -> dict[str, Any] | None:
+    """State of the order of prompts in the run that is resumed; None in a new one."""
+    saved = latest_state(config.run.dir) if config.run.resume == "auto" else None
+    cursor: dict[str, Any] | None = read_run(saved)["cursor"] if saved else None
+    return cursor
 
 
 def _check_shared(log_path: Path) -> None:

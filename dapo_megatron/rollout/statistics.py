@@ -1,54 +1,88 @@
-"""Metrics of a rollout."""
+"""What was drawn in a step, what became of it and what it cost: the metrics of a rollout."""
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from dapo_megatron.types import Group
+from dapo_megatron.types import Prompt, Sample
+
+Outcome = Literal["kept", "all_right", "all_wrong", "failed", "surplus", "aborted"]
+"""Of a draw up to the last that is trained on: its group is trained on (kept), was dropped for all answers being right
+or none (all_right, all_wrong: equal scores), or lost an answer for good (failed). Of a later one, whose prompt goes
+back: its group finished (surplus) or was stopped before (aborted)."""
+
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+COMPLETE: tuple[Outcome, ...] = ("kept", "all_right", "all_wrong")
 
 
-def batch_stats(
-    *, drawn: Sequence[Group | None], kept: Sequence[Group], surplus: int, aborted: int
-) -> dict[str, float]:
-    """Metrics of one batch; means over nothing are NaN.
+@dataclass(frozen=True)
+class Draw:
+    """One draw of a step. `number` counts draws over the whole run; `answers` are the ones that were finished."""
 
-    Args:
-        drawn: the groups of every draw up to the last that is trained on, in draw order (None: failed).
-        kept: those that are trained on.
-        surplus: groups that finished after that, whose prompts went back to the head of the queue.
-        aborted: groups stopped before they finished, whose prompts went back too.
+    number: int
+    prompt: Prompt
+    outcome: Outcome
+    answers: tuple[Sample, ...]
 
-    `drawn = kept + all_right + all_wrong + failed + requeued` holds always: no prompt is lost. Counts are of groups.
-    `accuracy`, `no_answer` and `bad_gold` (counts of answers) are over complete drawn groups; `response_length`
-    (mean, in tokens), `response_length_max`, `truncated` (share) and `reward` (mean) over the kept ones;
-    `length_ratio` is the mean length of kept over that of drawn answers, far below 1 when selection prefers short ones.
+    @property
+    def tokens(self) -> int:
+        """Tokens of the finished answers."""
+        return sum(len(sample.token_ids) for sample in self.answers)
+
+
+def batch_stats(draws: Sequence[Draw]) -> dict[str, float]:
+    """Metrics of one batch from all draws of its step; means over nothing are NaN.
+
+    `drawn = kept + all_right + all_wrong + failed + requeued` and `requeued = surplus + aborted` hold always: no prompt
+    is lost. Counts are of groups; `answers/<outcome>` and `tokens/<outcome>` are finished answers and their tokens, and
+    the tokens of all outcomes add up to `generated_tokens`. `overhead` is the generated tokens over the kept ones,
+    `acceptance` the share of kept groups among those not requeued. `accuracy`, `no_answer`, `bad_gold` and
+    `bad_reward` (counts of answers) are over complete groups that were not requeued; `response_length` (mean, in
+    tokens), `response_length_max`, `truncated` (share) and `reward` (mean) over the kept ones; `length_ratio` is the
+    mean length of kept over that of all complete ones, far below 1 when selection prefers short ones.
     """
-    complete = [group for group in drawn if group is not None]
-    kept_draws = {group.draw for group in kept}
-    dropped = [group for group in complete if group.draw not in kept_draws]
-    all_right = sum(all(sample.correct for sample in group.samples) for group in dropped)
-    samples = [sample for group in complete for sample in group.samples]
-    kept_samples = [sample for group in kept for sample in group.samples]
-    lengths = [len(sample.token_ids) for sample in kept_samples]
+    counts = {outcome: float(sum(draw.outcome == outcome for draw in draws)) for outcome in OUTCOMES}
+    requeued = counts["surplus"] + counts["aborted"]
+    samples = [sample for draw in draws if draw.outcome in COMPLETE for sample in draw.answers]
+    kept = [sample for draw in draws if draw.outcome == "kept" for sample in draw.answers]
+    lengths = [len(sample.token_ids) for sample in kept]
     return {
-        "drawn": float(len(drawn) + surplus + aborted),
-        "kept": float(len(kept)),
-        "all_right": float(all_right),
-        "all_wrong": float(len(dropped) - all_right),
-        "failed": float(len(drawn) - len(complete)),
-        "surplus": float(surplus),
-        "aborted": float(aborted),
-        "requeued": float(surplus + aborted),
+        "drawn": float(len(draws)),
+        **counts,
+        "requeued": requeued,
+        "acceptance": _ratio(counts["kept"], len(draws) - requeued),
         "accuracy": _mean(sample.correct for sample in samples),
         "no_answer": float(sum(sample.reason == "no_answer" for sample in samples)),
         "bad_gold": float(sum(sample.reason == "bad_gold" for sample in samples)),
-        "length_ratio": _mean(lengths) / _mean(len(sample.token_ids) for sample in samples),
+        "bad_reward": float(sum(sample.reason == "bad_reward" for sample in samples)),
+        "length_ratio": _ratio(_mean(lengths), _mean(len(sample.token_ids) for sample in samples)),
         "response_length": _mean(lengths),
         "response_length_max": float(max(lengths, default=math.nan)),
-        "truncated": _mean(sample.finish_reason == "length" for sample in kept_samples),
-        "reward": _mean(sample.reward for sample in kept_samples),
+        "truncated": _mean(sample.finish_reason == "length" for sample in kept),
+        "reward": _mean(sample.reward for sample in kept),
+        **_cost(draws),
+    }
+
+
+def _cost(draws: Sequence[Draw]) -> dict[str, float]:
+    answers, tokens = dict.fromkeys(OUTCOMES, 0), dict.fromkeys(OUTCOMES, 0)
+    for draw in draws:
+        answers[draw.outcome] += len(draw.answers)
+        tokens[draw.outcome] += draw.tokens
+    generated = sum(tokens.values())
+    return {
+        **{f"answers/{outcome}": float(count) for outcome, count in answers.items()},
+        **{f"tokens/{outcome}": float(count) for outcome, count in tokens.items()},
+        "generated_tokens": float(generated),
+        "overhead": _ratio(generated, tokens["kept"]),
     }
 
 
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else math.nan
+    return _ratio(sum(numbers), len(numbers))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

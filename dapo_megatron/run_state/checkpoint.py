@@ -1,4 +1,7 @@
-"""Saving and restoring a run: model, optimizer, schedule, random state, data cursor, weight version."""
+"""Saving and restoring a run: models, optimizers, schedules, random state, data cursor, weight version.
+
+A critic has a distributed checkpoint of its own, in the folder `critic` of the state.
+"""
 
 import random
 import shutil
@@ -20,15 +23,19 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.run_state.store import latest_state, publish, read_run, state_path, verify
 from dapo_megatron.run_state.writer import write_in_process
-from dapo_megatron.trainer.build import PolicyModel
+from dapo_megatron.trainer.build import ModelChunk
+from dapo_megatron.trainer.critic import Critic
 from dapo_megatron.trainer.optimizer import inner_optimizers
+from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import on_rank_zero
+from dapo_megatron.trainer.trained import TrainedModel
 
 write_in_process()
 
 # Adam states as they lie in the buffers: no gathering at a save. Loads at the same tensor and pipeline size.
 _SHARDING = "dp_reshardable"
+_CRITIC = "critic"  # its folder in a state
 
 
 class RunState:
@@ -37,8 +44,8 @@ class RunState:
     `step` is the number of steps done, `version` that of the weights in the servers, `cursor` the sampler's state.
     """
 
-    def __init__(self, config: Config, policy: Policy) -> None:
-        self.config, self.policy = config, policy
+    def __init__(self, config: Config, policy: Policy, critic: Critic | None = None) -> None:
+        self.config, self.policy, self.critic = config, policy, critic
         self.step, self.version = 0, 0
         self.cursor: dict[str, Any] = {}
         self._saved_step = 0
@@ -46,23 +53,33 @@ class RunState:
     def restore(self) -> bool:
         """Continue from the newest saved state, if there is one. A collective.
 
+        A critic in the state of which this run has no use is left there.
+
         Raises:
-            UserError: if the state is damaged, or was saved in another layout or precision or for another model.
+            UserError: if the state is damaged, was saved in another layout or precision or for another model, or
+                lacks the critic that this run has.
         """
         state = latest_state(self.config.run.dir)
         if state is None:
             return False
         run = read_run(state)
-        for key, ours in _identity(self.policy).items():
+        identity = self._identity()
+        if _CRITIC in identity and _CRITIC not in run:
+            raise UserError(
+                f"run.resume: {state} holds no critic, which algorithm.advantage.estimator="
+                f"{self.config.algorithm.advantage.estimator} needs: use the estimator it was saved with, or another "
+                "run.dir"
+            )
+        for key, ours in identity.items():
             if run[key] != ours:
                 saved, here = _differing(run[key], ours), _differing(ours, run[key])
                 raise UserError(f"run.resume: {state} was saved with the {key} {saved}, this run has {here}")
         on_rank_zero(lambda: verify(state))
-        loaded = dist_checkpointing.load(self._sharded(loading=True), str(state))
-        for key, chunk in _chunk_keys(self.policy).items():
-            chunk.load_state_dict(loaded[key])
-        self.policy.optimizer.load_state_dict(loaded["optimizer"])
-        self.policy.scheduler.load_state_dict(loaded["scheduler"])
+        random_state = _sharded_random_state(self.policy.layout)
+        loaded = dist_checkpointing.load(_sharded(self.policy, loading=True) | random_state, str(state))
+        _set_state(self.policy, loaded)
+        if self.critic is not None:
+            _set_state(self.critic, dist_checkpointing.load(_sharded(self.critic, loading=True), str(state / _CRITIC)))
         _set_random_state(loaded["random"])
         self.step, self.version, self.cursor = run["step"], run["version"], run["cursor"]
         self._saved_step = self.step
@@ -84,47 +101,42 @@ class RunState:
         if self.policy.layout.rank == 0:
             for leftover in state.parent.glob("*.incomplete"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            incomplete.mkdir(parents=True)
+            (incomplete / _CRITIC if self.critic is not None else incomplete).mkdir(parents=True)
         dist.barrier()
-        dist_checkpointing.save(self._sharded(loading=False), str(incomplete))
+        random_state = _sharded_random_state(self.policy.layout)
+        dist_checkpointing.save(_sharded(self.policy, loading=False) | random_state, str(incomplete))
+        if self.critic is not None:
+            dist_checkpointing.save(_sharded(self.critic, loading=False), str(incomplete / _CRITIC))
         dist.barrier()
         if self.policy.layout.rank == 0:
             run = {
                 "step": self.step,
                 "version": self.version,
                 "cursor": self.cursor,
-                **_identity(self.policy),
+                **self._identity(),
             }
             publish(incomplete, state, run, self.config.run.keep)
         dist.barrier()
         self._saved_step = self.step
 
-    def _sharded(self, loading: bool) -> dict[str, Any]:
-        policy = self.policy
-        _ensure_adam_state(policy)
-        metadata = {
-            "distrib_optim_sharding_type": _SHARDING,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        model = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunk_keys(policy).items()}
-        whole = model if len(model) > 1 else model["model"]
+    def _identity(self) -> dict[str, dict[str, Any]]:
+        """What a state and the run that continues from it must have in common."""
+        config, policy = self.config, self.policy
         return {
-            **model,
-            "optimizer": policy.optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata),
-            "scheduler": policy.scheduler.state_dict(),
-            "random": ShardedObject(
-                "random", _random_state(), (policy.layout.world_size,), (policy.layout.rank,), replica_id=0
-            ),
+            "layout": config.parallel.layout(policy.layout.world_size),
+            "precision": {"training.precision": config.training.precision},
+            "model": asdict(policy.arch),
+            **({_CRITIC: asdict(self.critic.arch)} if self.critic is not None else {}),
         }
 
 
-def load_latest(config: Config, policy: Policy) -> RunState:
+def load_latest(config: Config, policy: Policy, critic: Critic | None = None) -> RunState:
     """The run's state: restored where `run.resume` says so and something was saved, fresh otherwise.
 
     Raises:
         UserError: if `run.resume` is `never` and the folder holds a state.
     """
-    state = RunState(config, policy)
+    state = RunState(config, policy, critic)
     if config.run.resume == "never":
         found = latest_state(config.run.dir)
         if found is not None:
@@ -134,29 +146,43 @@ def load_latest(config: Config, policy: Policy) -> RunState:
     return state
 
 
-def _chunk_keys(policy: Policy) -> dict[str, PolicyModel]:
-    """A rank's model chunks under the keys that megatron's optimizer looks for."""
-    if len(policy.chunks) == 1:
-        return {"model": policy.chunks[0]}
-    return {f"model{i}": chunk for i, chunk in enumerate(policy.chunks)}
-
-
-def _identity(policy: Policy) -> dict[str, dict[str, Any]]:
-    """What a state and the run that continues from it must have in common."""
-    return {
-        "layout": policy.config.parallel.layout(policy.layout.world_size),
-        "precision": {"training.precision": policy.config.training.precision},
-        "model": asdict(policy.arch),
+def _sharded(model: TrainedModel, *, loading: bool) -> dict[str, Any]:
+    """Everything of a model that updates change, as megatron's checkpoints describe it."""
+    _ensure_adam_state(model)
+    metadata = {
+        "distrib_optim_sharding_type": _SHARDING,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+    chunks = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunk_keys(model).items()}
+    whole = chunks if len(chunks) > 1 else chunks["model"]
+    return {
+        **chunks,
+        "optimizer": model.optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata),
+        "scheduler": model.scheduler.state_dict(),
+    }
+
+
+def _set_state(model: TrainedModel, loaded: dict[str, Any]) -> None:
+    for key, chunk in _chunk_keys(model).items():
+        chunk.load_state_dict(loaded[key])
+    model.optimizer.load_state_dict(loaded["optimizer"])
+    model.scheduler.load_state_dict(loaded["scheduler"])
+
+
+def _chunk_keys(model: TrainedModel) -> dict[str, ModelChunk]:
+    """A rank's model chunks under the keys that megatron's optimizer looks for."""
+    if len(model.chunks) == 1:
+        return {"model": model.chunks[0]}
+    return {f"model{i}": chunk for i, chunk in enumerate(model.chunks)}
 
 
 def _differing(values: dict[str, Any], others: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in values.items() if value != others.get(key))
 
 
-def _ensure_adam_state(policy: Policy) -> None:
+def _ensure_adam_state(model: TrainedModel) -> None:
     """Create zero moments where no step was taken yet: a state without them can be neither saved nor loaded."""
-    for optimizer in inner_optimizers(policy.optimizer):
+    for optimizer in inner_optimizers(model.optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not optimizer.state[parameter]:
@@ -165,6 +191,11 @@ def _ensure_adam_state(policy: Policy) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+
+def _sharded_random_state(layout: Layout) -> dict[str, Any]:
+    """Each rank's own."""
+    return {"random": ShardedObject("random", _random_state(), (layout.world_size,), (layout.rank,), replica_id=0)}
 
 
 def _random_state() -> dict[str, Any]:

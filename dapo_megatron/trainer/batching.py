@@ -4,7 +4,7 @@ A plan depends on the batch header alone (lengths and groups), so all ranks comp
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -140,7 +140,11 @@ class MicroBatch:
     response_lengths: Tensor  # int64 [n] tokens of each token's response, on all ranks
     rollout_log_probs: Tensor  # fp32 [n]
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]
-    old_log_probs: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]; last pipeline stage only
+    # Of the last pipeline stage only:
+    old_log_probs: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]
+    reference_log_probs: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]; empty without a reference
+    old_values: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n] of the critic; empty without one
+    returns: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n] that the critic is to predict
 
 
 @dataclass
@@ -161,6 +165,7 @@ class Batch:
 
     header: BatchHeader
     _mini_batches: list[MiniBatch]
+    fetch: Callable[[Int32], TokenBlock]  # as of `load_batch`, to load the batch again for a model in another layout
 
     def mini_batches(self) -> Iterator[MiniBatch]:
         """The updates, in order."""
@@ -175,15 +180,40 @@ class Batch:
         """All micro-batches of this rank, in order."""
         return [micro for mini in self._mini_batches for micro in mini.micro_batches]
 
+    def token_index(self, micro: MicroBatch) -> Tensor:
+        """Where a micro-batch's tokens stand among all response tokens of the batch, int64 [n]."""
+        ends = torch.from_numpy(np.cumsum(self.header.response_lengths, dtype=np.int64)).to(micro.places.device)
+        return ends[micro.responses] - micro.response_lengths + micro.places
+
     def set_advantages(self, per_response: Tensor) -> None:
         """Give every token its response's advantage. fp32 [R]."""
         for micro in self.micro_batches():
             micro.advantages = per_response.to(micro.responses.device)[micro.responses]
 
+    def set_token_advantages(self, per_token: Tensor) -> None:
+        """Give every token its own advantage. fp32 [T], of all response tokens of the batch in the header's order."""
+        for micro in self.micro_batches():
+            micro.advantages = per_token[self.token_index(micro).to(per_token.device)].to(micro.places.device)
+
     def set_old_log_probs(self, per_micro_batch: list[Tensor]) -> None:
         """Give every micro-batch what `Policy.log_probs` returned for it, fp32 [n] each."""
         for micro, log_probs in zip(self.micro_batches(), per_micro_batch, strict=True):
             micro.old_log_probs = log_probs
+
+    def set_reference_log_probs(self, per_micro_batch: list[Tensor]) -> None:
+        """Give every micro-batch the frozen reference policy's log-probs, fp32 [n] each."""
+        for micro, log_probs in zip(self.micro_batches(), per_micro_batch, strict=True):
+            micro.reference_log_probs = log_probs
+
+    def set_old_values(self, per_micro_batch: list[Tensor]) -> None:
+        """Give every micro-batch the critic's values at the start of the step, fp32 [n] each."""
+        for micro, values in zip(self.micro_batches(), per_micro_batch, strict=True):
+            micro.old_values = values
+
+    def set_returns(self, per_token: Tensor) -> None:
+        """Give every token the return that the critic is to predict. fp32 [T], tokens in the header's order."""
+        for micro in self.micro_batches():
+            micro.returns = per_token.to(micro.responses.device)[self.token_index(micro)]
 
     def rollout_log_probs(self) -> list[Tensor]:
         """What the engine reported of the response tokens, per micro-batch of this rank, fp32 [n] each."""
@@ -199,7 +229,7 @@ def load_batch(header: BatchHeader, rules: PackingRules, layout: Layout, fetch: 
         UserError: if a sequence is longer than a micro-batch may be.
     """
     plans = plan_batch(header, rules)
-    return build_batch(
+    batch = build_batch(
         header,
         plans,
         fetch(share_of(plans, layout.data_rank)),
@@ -208,6 +238,7 @@ def load_batch(header: BatchHeader, rules: PackingRules, layout: Layout, fetch: 
         context_rank=layout.context_rank,
         device=current_device(),
     )
+    return replace(batch, fetch=fetch)
 
 
 def share_of(plans: list[MiniBatchPlan], data_rank: int) -> Int32:
@@ -246,7 +277,7 @@ def build_batch(
             micro_batches.append(packed.on_rank(context_rank, rules, header.num_responses, device))
         trained = plan.responses[contributing[plan.responses]]
         mini_batches.append(MiniBatch(micro_batches, int(header.response_lengths[trained].sum()), len(trained)))
-    return Batch(header, mini_batches)
+    return Batch(header, mini_batches, lambda _: tokens)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""One way to build the model: architecture -> TransformerConfig -> PolicyModel, and weights in and out of it."""
+"""One way to build a model: architecture -> TransformerConfig -> PolicyModel or ValueModel, and weights in and out."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,22 +29,29 @@ from dapo_megatron.trainer.precision import high_precision, transformer_fields
 
 @dataclass(frozen=True)
 class Targets:
-    """Which tokens' log-probs the model returns: `index` int64 [n] into the packed batch, `tokens` int64 [n]."""
+    """The tokens whose log-probs or values a model returns: `tokens` int64 [n] and `index` int64 [n], the places in the
+    packed batch after which they come.
+    """
 
     index: Tensor
     tokens: Tensor
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage returns log-probs and entropy of target tokens, never whole logits.
+class ModelChunk(GPTModel):  # type: ignore[misc]
+    """All layers of a model, a pipeline stage's, or one of several stretches of layers on a stage (`vp_stage`).
 
-    One chunk of it: all layers, a pipeline stage's, or one of several stretches of layers on a stage (`vp_stage`).
+    `arch` is what the parameter table is made from.
     """
+
+    arch: Architecture
+    backend: Backend
+
+
+class PolicyModel(ModelChunk):
+    """A GPTModel whose last stage returns log-probs and entropy of target tokens, never whole logits."""
 
     temperature: float
     log_prob_chunk: int
-    arch: Architecture
-    backend: Backend
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets, **kwargs: Any) -> Any:
         if not self.post_process:
@@ -68,6 +75,47 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             chunk=self.log_prob_chunk,
             group=group,
         )
+
+
+class ValueModel(ModelChunk):
+    """A GPTModel whose last stage returns values: V_t of the state in which the target token t is chosen.
+
+    That is a linear function of the hidden state from which the policy would compute the log-probs of t. It has no
+    output layer for the vocabulary, and tied embeddings are no longer tied to anything.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Targets, **kwargs: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        values = self.output_layer(hidden_states[:, 0])
+        if self.config.sequence_parallel:
+            # Every rank computes the whole loss from all values: the gradient of its own share is there already.
+            group = parallel_state.get_tensor_model_parallel_group()
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
+        return values.index_select(0, labels.index)
+
+
+class ValueHead(torch.nn.Module):
+    """From hidden states to values, the same on all tensor-parallel ranks. Values start at exactly 0.
+
+    The weight [1, H] is stored in the model's precision, with an fp32 master as all have, and the arithmetic is fp32.
+    An fp32 weight beside 16-bit ones would have a gradient buffer of its own, in which a data rank may have no part:
+    megatron's optimizer cannot save that.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device.current_device()))
+        # Ranks then see parts of the tokens, and megatron adds up their gradients.
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values fp32 [T] (fp64 where the model is) of hidden states [T, H]."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return torch.mv(hidden.to(dtype), self.weight[0].to(dtype))
+
+
+Chunk = TypeVar("Chunk", bound=ModelChunk)
 
 
 def transformer_config(
@@ -129,11 +177,32 @@ def _expert_fields(arch: Architecture, training: TrainingConfig) -> dict[str, An
 def build_model(
     arch: Architecture, parallel: ParallelConfig, training: TrainingConfig, *, temperature: float
 ) -> list[PolicyModel]:
-    """This rank's chunks of the model, with random weights, in the training precision, on the rank's device.
+    """This rank's chunks of the policy, with random weights, in the training precision, on the rank's device.
 
     Raises:
         UserError: if the layout does not fit the model.
     """
+    chunks = _build_chunks(PolicyModel, arch, parallel, training)
+    for model in chunks:
+        model.temperature, model.log_prob_chunk = temperature, training.log_prob_chunk
+    return chunks
+
+
+def build_value_model(arch: Architecture, parallel: ParallelConfig, training: TrainingConfig) -> list[ValueModel]:
+    """This rank's chunks of a critic: as `build_model`, but for the last stage's head of zeros."""
+    chunks = _build_chunks(ValueModel, replace(arch, tied_embeddings=False), parallel, training)
+    for model in chunks:
+        if model.post_process:  # megatron's output layer goes before anything else needs its memory
+            model.output_layer = ValueHead(
+                arch.hidden_size, model.config.params_dtype, sequence_parallel=parallel.sequence
+            )
+        model.arch = replace(arch, tied_embeddings=True)  # whose table has no row for an output layer either
+    return chunks
+
+
+def _build_chunks(
+    kind: type[Chunk], arch: Architecture, parallel: ParallelConfig, training: TrainingConfig
+) -> list[Chunk]:
     check_layout(arch, parallel, arch.hf_class)
     backend = resolve_backend(training)
     config = transformer_config(arch, parallel, training, backend)
@@ -141,7 +210,7 @@ def build_model(
     for i in range(parallel.virtual_pipeline):
         vp_stage = i if parallel.virtual_pipeline > 1 else None
         stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
-        model = PolicyModel(
+        model = kind(
             config=config,
             transformer_layer_spec=block_spec(arch, backend, get_num_layers_to_build(config, vp_stage)),
             vocab_size=arch.padded_vocab(parallel.tensor),
@@ -156,14 +225,13 @@ def build_model(
         if backend == "local":
             model.rotary_pos_emb = PackedRotary(arch.head_dim, arch.rope_theta)
         model.arch, model.backend = arch, backend
-        model.temperature, model.log_prob_chunk = temperature, training.log_prob_chunk
         model.to(device=device.current_device(), dtype=config.params_dtype)
         _separate_experts(model)
         chunks.append(model)
     return chunks
 
 
-def _separate_experts(model: PolicyModel) -> None:
+def _separate_experts(model: ModelChunk) -> None:
     """Mark the experts' parameters, whose gradients are reduced over other ranks than those of dense ones.
 
     Megatron does so only where experts are spread over ranks. Without that, too, tensor-parallel ranks may hold whole
@@ -174,7 +242,7 @@ def _separate_experts(model: PolicyModel) -> None:
             parameter.allreduce = False
 
 
-def local_rows(model: PolicyModel) -> Iterator[tuple[str, Parameter]]:
+def local_rows(model: ModelChunk) -> Iterator[tuple[str, Parameter]]:
     """(name of the local parameter, table row) for the rows whose parameters this chunk holds."""
     offset = get_transformer_layer_offset(model.config, model.vp_stage)
     experts = model.arch.num_experts // model.config.expert_model_parallel_size
@@ -190,7 +258,7 @@ def local_rows(model: PolicyModel) -> Iterator[tuple[str, Parameter]]:
             if not 0 <= row.expert - first_expert < experts:
                 continue
             name = name.replace(f"local_experts.{row.expert}.", f"local_experts.{row.expert - first_expert}.", 1)
-        if row.name == EMBEDDING and not model.pre_process and model.arch.tied_embeddings:
+        if row.name == EMBEDDING and not model.pre_process and model.share_embeddings_and_output_weights:
             name = OUTPUT  # the last stage's copy of tied embeddings
         if model.backend == "te":
             name = te_parameter_name(name, model.arch)
@@ -199,8 +267,10 @@ def local_rows(model: PolicyModel) -> Iterator[tuple[str, Parameter]]:
 
 
 @torch.no_grad()
-def load_weights(model: PolicyModel, read: Reader) -> dict[str, Tensor]:
+def load_weights(model: ModelChunk, read: Reader) -> dict[str, Tensor]:
     """Fill the local parameters from a Hugging Face checkpoint, reading only this rank's stretches.
+
+    A value head stays as it is: no checkpoint has one.
 
     Returns:
         The local shards in the precision of the source, by local parameter name, for the optimizer's masters.
@@ -221,6 +291,8 @@ def load_weights(model: PolicyModel, read: Reader) -> dict[str, Tensor]:
         group = _shard_group(row)
         shards[name] = row.rule.load(read, row.hf_names, group.rank(), group.size())
         parameters.pop(name).copy_(shards[name])
+    if isinstance(model, ValueModel) and model.post_process:
+        shards[OUTPUT] = parameters.pop(OUTPUT).detach()
     if parameters:
         raise RuntimeError(f"no row of the parameter table fills {sorted(parameters)}")
     return shards
@@ -238,7 +310,7 @@ def _shard_group(row: Parameter) -> dist.ProcessGroup:
 
 @torch.no_grad()
 def export_weights(
-    chunks: Sequence[PolicyModel],
+    chunks: Sequence[ModelChunk],
     value: Callable[[torch.nn.Parameter], Tensor] = high_precision,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor), one parameter at a time, on every rank that takes part.
@@ -278,7 +350,7 @@ def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-def _owners(row: Parameter, model: PolicyModel) -> Iterator[tuple[dist.ProcessGroup, int]]:
+def _owners(row: Parameter, model: ModelChunk) -> Iterator[tuple[dist.ProcessGroup, int]]:
     """The groups over which a row's tensors are spread, in the order of their broadcasts, and who has them there."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     stages = pipeline.size()

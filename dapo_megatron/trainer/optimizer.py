@@ -12,11 +12,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from dapo_megatron.config.training import OptimizerConfig, TrainingConfig
-from dapo_megatron.trainer.build import PolicyModel
+from dapo_megatron.trainer.build import ModelChunk
 from dapo_megatron.trainer.precision import ddp_fields, optimizer_fields
 
 
-def wrap_data_parallel(chunks: Sequence[PolicyModel], training: TrainingConfig) -> list[DistributedDataParallel]:
+def wrap_data_parallel(chunks: Sequence[ModelChunk], training: TrainingConfig) -> list[DistributedDataParallel]:
     """Gradient buffers in fp32, reduced by scatter so that each rank updates its share of the parameters."""
     config = DistributedDataParallelConfig(**ddp_fields(training))
     # The first chunk's gradients come last in a backward pass: only they are worth splitting into buckets.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.flops import layer_parameters
 
 # Ranks are levelled until the costliest exceeds the mean by this much; below it a step is lost in the noise of kernels.
 _TOLERANCE = 0.01
@@ -44,18 +45,14 @@ class CostModel:
 
         Of a layer's forward pass over a sequence of n tokens,
 
-        - the products with the weights cost 2 P n, P being the parameters that a token meets: the attention's
-          hidden x (2 heads + 2 kv_heads) x head_dim, and 3 hidden x ffn of the SwiGLU MLP, or of each of its
-          `experts_per_token` experts;
+        - the products with the weights cost 2 P n, P being the weights that a token meets (`layer_parameters`);
         - causal attention costs 2 heads x head_dim x n^2: each of its two products, Q K^T and its softmax times V,
           takes 2 heads x head_dim x n^2, of which the mask leaves half.
 
         Both are equal at n = P / (heads x head_dim). The backward pass doubles both and changes nothing. The
         vocabulary's projection, once per model rather than per layer, is left out, and so is the router.
         """
-        attention = arch.hidden_size * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
-        ffn = arch.experts_per_token * arch.expert_ffn_size if arch.num_experts else arch.ffn_size
-        return cls((attention + 3 * arch.hidden_size * ffn) / (arch.num_heads * arch.head_dim))
+        return cls(layer_parameters(arch) / (arch.num_heads * arch.head_dim))
 
 
 def plan_micro_batches(

@@ -2,8 +2,11 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +54,53 @@ class Layout:
         return self.rank % per_stage < math.lcm(self.tensor, self.expert * self.expert_tensor)
 
 
+def _megatron_state() -> dict[str, Any]:
+    """Everything that Megatron keeps of a layout: groups, ranks and buffers, variables of one module."""
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and not name.startswith("__") and not callable(value)
+    }
+
+
+_NO_LAYOUT = _megatron_state()  # before any group is built
+
+
+class OtherLayout:
+    """A second layout on the same processes, with Megatron groups of its own beside those of `initialize`.
+
+    A model in it must be built and run within `active`: megatron-core looks up some groups when a model is built and
+    others when it runs.
+
+    Args:
+        parallel: the sizes.
+
+    Attributes:
+        layout: this rank's place in it.
+
+    Raises:
+        UserError: if the layout does not fit the number of ranks.
+    """
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        check_ranks(parallel, dist.get_world_size(), "torchrun")
+        self._state = _NO_LAYOUT
+        with self.active():
+            _build_groups(parallel)
+            self.layout = _place_in(parallel)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, Megatron knows this layout alone; afterwards it has the other one back as it was."""
+        first = _megatron_state()
+        vars(parallel_state).update(self._state)
+        try:
+            yield
+        finally:
+            self._state = _megatron_state()
+            vars(parallel_state).update(first)
+
+
 def _leave_model_parallel() -> None:
     """Give up Megatron's groups. Megatron only forgets them, and each keeps its threads and connections."""
     if not parallel_state.model_parallel_is_initialized():
@@ -64,7 +114,8 @@ def _leave_model_parallel() -> None:
 def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) -> Layout:
     """Join the process groups (those of torchrun, or a world of one) and build Megatron's.
 
-    Calling it again with another layout rebuilds Megatron's groups on the same processes.
+    Calling it again with another layout rebuilds Megatron's groups on the same processes, and ends those of every
+    OtherLayout.
 
     Raises:
         UserError: if the layout does not fit the number of ranks or the backend.
@@ -80,6 +131,14 @@ def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) 
             dist.init_process_group(device.backend(), rank=0, world_size=1, store=store)
     check_ranks(parallel, dist.get_world_size(), "torchrun")
     _leave_model_parallel()
+    _build_groups(parallel)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return _place_in(parallel)
+
+
+def _build_groups(parallel: ParallelConfig) -> None:
+    """Megatron's groups. All ranks take part."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -88,8 +147,10 @@ def initialize(parallel: ParallelConfig, seed: int, threads: int | None = None) 
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
     )
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _place_in(parallel: ParallelConfig) -> Layout:
+    """This rank's place, of which Megatron knows the groups."""
     return Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -24,8 +24,9 @@ from dapo_megatron.processes import die_with_parent
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.batching import Batch, load_batch
 from dapo_megatron.trainer.build import export_weights
-from dapo_megatron.trainer.policy import Metrics, Policy
+from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response
+from dapo_megatron.trainer.trained import Metrics
 from dapo_megatron.types import BatchHeader, TokenBlock
 
 OLD_POLICY_NOISE = 0.25

@@ -21,7 +21,7 @@ from tests.batches import make_config
 
 # Name, and what it replaces in the `algorithm` section. Responses' ratios stay nearer to 1 than tokens'.
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "sequence_mean": {"aggregation": "sequence_mean"},
+    "sequence_mean": {"aggregation": "sequence_mean", "kl": {"coefficient": 0.5}},
     "gspo": {
         "loss": "gspo",
         "aggregation": "sequence_mean",
@@ -63,6 +63,7 @@ def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, Metrics], dict
     (mini_batch,) = batch.mini_batches()
     own = policy.log_probs(batch)
     results = {f"log_probs/{r}": values for r, values in gather_by_response(batch.micro_batches(), own).items()}
+    batch.set_reference_log_probs(nearby_log_probs(batch, nearby_log_probs(batch, own)))  # further than the old policy
     metrics: dict[str, Metrics] = {}
     for name in case.get("objectives", OBJECTIVES):
         policy.config.algorithm = type(policy.config.algorithm).model_validate(OBJECTIVES[name])

@@ -193,6 +193,7 @@ def test_the_reference_exercises_what_layouts_break(outcome: Outcome, family: st
         assert metrics[objective]["clip_high"] > 0
         assert metrics[objective]["clip_low"] > 0
     assert 0 < metrics["gspo"]["rollout_masked"] < 1
+    assert metrics["sequence_mean"]["kl"] > 0.01
     assert len({metrics[objective]["loss"] for objective in OBJECTIVES}) == len(OBJECTIVES)
     assert metrics["updates"]["first"] > 0.05  # the gradient is clipped
     assert metrics["updates"]["first"] != metrics["updates"]["second"]

@@ -358,6 +358,21 @@ def test_context_parallel_ranks_hold_each_token_once() -> None:
             assert half.response_lengths.tolist() == lengths
 
 
+def test_advantages_of_tokens_reach_them_on_every_rank() -> None:
+    """A value that names its response and place, in the header's order."""
+    rules = replace(RULES, data_ranks=2, context=2, sequence_multiple=4, total_multiple=4, mini_batch=8)
+    seen: list[float] = []
+    for data_rank, context_rank in itertools.product(range(2), range(2)):
+        header, _, batch = build(rules, data_rank, context_rank)
+        batch.set_token_advantages(
+            torch.cat([1000.0 * r + torch.arange(n) for r, n in enumerate(header.response_lengths.tolist())])
+        )
+        for micro in batch.micro_batches():
+            assert micro.advantages.tolist() == (1000 * micro.responses + micro.places).tolist()
+            seen += micro.advantages.tolist()
+    assert len(set(seen)) == len(seen) == header.response_lengths.sum()
+
+
 def test_advantages_and_old_log_probs_reach_their_tokens() -> None:
     _, _, batch = build()
     batch.set_advantages(torch.arange(16.0))

@@ -1,5 +1,7 @@
 """Batches as arrays, as bytes, on disk, and replayed."""
 
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +13,17 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.rollout.blocks import (
     BatchTokens,
     build_batch,
+    decode_batch,
     decode_block,
     decode_header,
+    encode_batch,
     encode_block,
     encode_header,
     select,
 )
 from dapo_megatron.rollout.handle import Replay
 from dapo_megatron.rollout.journal import Journal
-from dapo_megatron.types import BatchHeader, Group, Prompt, Sample
+from dapo_megatron.types import BatchHeader, Group, Prompt, Sample, Steps
 
 STATS = {"kept": 2.0, "accuracy": float("nan")}
 
@@ -37,6 +41,8 @@ def make_batch(sizes: list[tuple[int, list[int]]], step: int = 1) -> tuple[Batch
                 versions=(step, step + 1),
                 correct=bool(n % 3),
                 reward=n / 7,
+                score=float(bool(n % 3)),
+                steps=Steps(np.arange(0, n, 2, dtype=np.int32), rng.standard_normal((n + 1) // 2).astype(np.float32)),
             )
             for n in lengths
         )
@@ -75,6 +81,9 @@ def test_selected_tokens_are_those_of_the_answers(sizes: list[tuple[int, list[in
         assert header.rewards[index] == np.float32(sample.reward)
         assert header.truncated[index] == (sample.finish_reason == "length")
         assert header.draws[header.groups[index]] == group.draw
+        steps = header.step_responses == index
+        np.testing.assert_array_equal(header.step_places[steps], sample.steps.places)
+        np.testing.assert_array_equal(header.step_rewards[steps], sample.steps.rewards)
         prompt_at, response_at = prompt_end, response_end
     assert (prompt_at, response_at) == (len(block.prompt_tokens), len(block.response_tokens))
 
@@ -84,6 +93,32 @@ def test_a_header_comes_back_from_bytes(sizes: list[tuple[int, list[int]]]) -> N
     header, _, _ = make_batch(sizes)
     assert_same(decode_header(encode_header(header)), header)
     assert header.versions.shape == (header.num_responses, 2)
+    steps = sum((n + 1) // 2 for _, lengths in sizes for n in lengths)
+    for name, dtype in (("responses", np.int32), ("places", np.int32), ("rewards", np.float32)):
+        array = getattr(header, f"step_{name}")
+        assert (array.shape, array.dtype) == ((steps,), dtype)
+
+
+def without(data: bytes, *names: str) -> bytes:
+    """An archive that lacks some of its arrays."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **{name: array for name, array in np.load(io.BytesIO(data)).items() if name not in names})
+    return buffer.getvalue()
+
+
+def test_a_record_from_before_process_rewards_has_none() -> None:
+    header, tokens, _ = make_batch([(3, [2, 3])])
+    old = without(encode_batch(header, tokens), "step_responses", "step_places", "step_rewards")
+    decoded, _ = decode_batch(old)
+    none = np.zeros(0, np.int32)
+    expected = replace(header, step_responses=none, step_places=none, step_rewards=none.astype(np.float32))
+    assert_same(decoded, expected)
+
+
+def test_any_other_missing_array_is_named() -> None:
+    header, _, _ = make_batch([(3, [2, 3])])
+    with pytest.raises(ValueError, match="the data has no rewards"):
+        decode_header(without(encode_header(header), "rewards"))
 
 
 @pytest.mark.parametrize("wrong", [-1, 3])

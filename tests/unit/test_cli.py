@@ -43,6 +43,10 @@ def test_plan_in_numbers(config_file: Path) -> None:
     assert in_numbers["prompts drawn per step"] == "4, dynamic sampling at most 20"
     assert in_numbers["updates in all"] == "16 in 4 steps"
     assert in_numbers["longest sequence"] == "136 tokens; 3 of them fill a micro-batch"
+    assert "reference policy" not in in_numbers
+    overrides += ["algorithm.kl.coefficient=0.1", "reference.parallel={context: 4}", "reference.precision=fp32"]
+    reference = plan(load_config(config_file, overrides), 12, 2)["reference policy"]
+    assert reference.endswith("model, tensor 1 x context 4 x data 3 x pipeline 1, fp32")
     overrides += ["algorithm.overlong.shift=past_max", "algorithm.overlong.cache_tokens=40"]
     assert plan(load_config(config_file, overrides), 12, 2)["longest sequence"].startswith("176 tokens; 2 of them")
 
@@ -122,6 +126,19 @@ def test_dry_run_of_a_model_that_is_elsewhere(
     assert "parallel.tensor=2 does not divide" in capsys.readouterr().err
 
 
+def test_dry_run_of_a_reference_that_is_elsewhere(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = [str(config_file), "algorithm.kl.coefficient=0.1", "reference.path=far"]
+    assert cli.main(["train", *reference, "--dry-run"]) == 2
+    assert "reference.path: the folder far does not exist" in capsys.readouterr().err
+    elsewhere = ["model.path=nowhere", "--hf-config", str(tmp_path / "model/config.json")]
+    assert "not checked: far is not on this machine: the reference policy" in dry_run(capsys, *reference, *elsewhere)
+    overrides = ["reference.path=null", "reference.parallel={tensor: 2}"]
+    assert cli.main(["train", *reference, *elsewhere, *overrides, "--nproc", "2", "--dry-run"]) == 2
+    assert "reference.parallel.tensor=2 does not divide" in capsys.readouterr().err
+
+
 def test_many_nodes_are_for_the_launch_script(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(config_file), "--nnodes", "2"]) == 2
     assert "launch/train.sh starts a run of many nodes" in capsys.readouterr().err
@@ -153,6 +170,7 @@ def test_fleets_that_cannot_run_yet_can_be_planned(
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "laptop/addition": (),
+    "laptop/dpo": (),
     "qwen2.5_7b_8gpu/bf16": ("--nproc=4",),
     "qwen2.5_7b_8gpu/fp8": ("--nproc=4",),
     "qwen2.5_32b_128gpu/bf16": ("--nproc=8", "--nnodes=8"),

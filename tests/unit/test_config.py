@@ -192,7 +192,8 @@ def test_every_key_is_documented() -> None:
     assert len(keys) > 60
     assert [key.name for key in keys if not key.description] == []
     warmup = {f"algorithm.clip.warmup.{name}" for name in ("steps", "low", "high")}  # where the section is given
-    assert {key.name for key in keys if key.default is None} == {"run.dir", "run.steps", "model.path"} | warmup
+    given = warmup | {"rollout.adaptive_group.sizes"}
+    assert {key.name for key in keys if key.default is None} == {"run.dir", "run.steps", "model.path"} | given
 
 
 def test_command_line_and_monitor_load_no_torch() -> None:

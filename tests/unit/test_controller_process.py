@@ -74,6 +74,17 @@ def test_what_the_user_can_correct_is_told_in_one_sentence(config: Config) -> No
     assert process.poll() == 0
 
 
+def test_a_reward_function_that_cannot_be_imported_ends_the_run_before_its_servers_start(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text("import no_such_module_at_all\ndef reward(answer): ...")
+    target = f"data.reward_function='{tmp_path}/rewards.py:reward'"
+    config = load_config(write_config(tmp_path), [target])
+    told = r"rewards\.py failed: ModuleNotFoundError: No module named 'no_such"
+    with open_rollouts(config, 0, lambda start: start()) as rollouts, pytest.raises(UserError, match=told):
+        rollouts.wait_ready(quiet)
+    assert not list((tmp_path / "run" / "logs").glob("server*"))
+
+
 def test_a_killed_controller_is_noticed_at_once(config: Config) -> None:
     controller = start_controller(config, None)
     with RemoteRollouts(controller.address, controller) as rollouts:

@@ -86,7 +86,7 @@ def grader(tokenizer: Tokenizer) -> Grader:
 def test_an_answer_is_graded_up_to_its_stop_string(
     grader: Grader, text: str, correct: bool, reward: float, reason: str
 ) -> None:
-    sample = grader.sample(reply(text), "46")
+    sample = grader.sample(reply(text), PROMPT)
     assert (sample.correct, sample.reward, sample.reason) == (correct, reward, reason)
     assert len(sample.token_ids) == len(sample.log_probs) == len(text)
     assert sample.versions == (3, 3)
@@ -104,7 +104,7 @@ def test_an_answer_is_graded_up_to_its_stop_string(
 )
 def test_length_is_rewarded_as_configured(tokenizer: Tokenizer, text: str, reward: float) -> None:
     overlong = OverlongConfig(cache_tokens=4, factor=0.5, shift="past_max", brevity=0.4)
-    sample = Grader(tokenizer, "exact", ["\n"], overlong, max_tokens=8).sample(reply(text), "46")
+    sample = Grader(tokenizer, "exact", ["\n"], overlong, max_tokens=8).sample(reply(text), PROMPT)
     assert sample.reward == pytest.approx(reward, abs=1e-12)
 
 
@@ -154,10 +154,10 @@ def test_an_answer_that_cannot_be_trained_on_is_asked_for_again_and_then_given_u
 
 def test_groups_are_placed_on_the_server_with_the_fewest_answers(grader: Grader) -> None:
     clients = [ScriptedClient([reply("46")]) for _ in range(3)]
-    generate = GroupGenerator(Fleet(clients, retries=0), grader, SAMPLING, size=4)
+    generate = GroupGenerator(Fleet(clients, retries=0), grader, SAMPLING)
 
     async def three_groups() -> None:
-        await asyncio.gather(*(generate(PROMPT, lambda sample: None) for _ in range(3)))
+        await asyncio.gather(*(generate(PROMPT, 4, lambda sample: None) for _ in range(3)))
 
     asyncio.run(three_groups())
     assert [len(client.requests) for client in clients] == [4, 4, 4]
@@ -168,7 +168,7 @@ def test_a_group_that_loses_a_member_fails_whole_and_its_other_requests_end(grad
     client = ScriptedClient([HANGS, LOST, HANGS])
     fleet = Fleet([client], retries=0)
     with pytest.raises(GroupFailedError, match="connection lost"):
-        asyncio.run(GroupGenerator(fleet, grader, SAMPLING, size=3)(PROMPT, lambda sample: None))
+        asyncio.run(GroupGenerator(fleet, grader, SAMPLING)(PROMPT, 3, lambda sample: None))
     assert client.cancelled == 2
     with fleet.place(1) as server:
         assert server == 0
@@ -177,7 +177,7 @@ def test_a_group_that_loses_a_member_fails_whole_and_its_other_requests_end(grad
 def test_each_answer_is_reported_once(grader: Grader) -> None:
     seen: list[Sample] = []
     client = ScriptedClient([reply("46"), reply("47\n"), reply("4")])
-    samples = asyncio.run(GroupGenerator(Fleet([client], 0), grader, SAMPLING, size=3)(PROMPT, seen.append))
+    samples = asyncio.run(GroupGenerator(Fleet([client], 0), grader, SAMPLING)(PROMPT, 3, seen.append))
     assert sorted(map(id, seen)) == sorted(map(id, samples))
     assert sorted(len(sample.token_ids) for sample in samples) == [1, 2, 3]
 
@@ -185,9 +185,9 @@ def test_each_answer_is_reported_once(grader: Grader) -> None:
 def test_evaluation_scores_every_problem_and_counts_failures(grader: Grader) -> None:
     problems = [Prompt(id=i, token_ids=(1,), ground_truth=gold) for i, gold in enumerate(["46", "47", "48"])]
     replies = [reply("46"), reply("4", "length"), reply("47"), reply("47"), LOST]
-    generate = GroupGenerator(Fleet([ScriptedClient(list(replies))], 0), grader, SAMPLING, size=2)
+    generate = GroupGenerator(Fleet([ScriptedClient(list(replies))], 0), grader, SAMPLING)
     progress = Progress()
-    result = asyncio.run(evaluate(problems, generate, max_in_flight=1, progress=progress))
+    result = asyncio.run(evaluate(problems, generate, samples=2, max_in_flight=1, progress=progress))
     assert result["scores"] == [0.5, 1.0, 0.0]
     assert result["accuracy"] == pytest.approx(0.5)
     assert (result["problems"], result["failed"], result["answers"]) == (3, 1, 4)
@@ -197,6 +197,6 @@ def test_evaluation_scores_every_problem_and_counts_failures(grader: Grader) -> 
 
 
 def test_an_evaluation_without_any_answer_is_an_error(grader: Grader) -> None:
-    generate = GroupGenerator(Fleet([ScriptedClient([LOST])], 0), grader, SAMPLING, size=2)
+    generate = GroupGenerator(Fleet([ScriptedClient([LOST])], 0), grader, SAMPLING)
     with pytest.raises(RuntimeError, match="all 1 problems failed"):
-        asyncio.run(evaluate([PROMPT], generate, max_in_flight=1, progress=Progress()))
+        asyncio.run(evaluate([PROMPT], generate, samples=2, max_in_flight=1, progress=Progress()))

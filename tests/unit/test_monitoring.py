@@ -35,6 +35,15 @@ METRICS = {
     "reward": -0.18,
     "response_length": 4.2,
     "generated_tokens": 1024,
+    "updates": 2,
+    "flops/generated": 3e15,
+    "flops/trained": 4e15,
+    "tokens/kept": 600,
+    "tokens/all_right": 100,
+    "tokens/all_wrong": 180,
+    "tokens/failed": 20,
+    "tokens/surplus": 70,
+    "tokens/aborted": 30,
     "entropy": 0.61,
     "clip_low": 0.002,
     "clip_high": 0.01,
@@ -212,6 +221,37 @@ def test_monitor_records_steps_phases_and_evaluations(config: Config, tmp_path: 
     assert (after["evaluation"], after["problems"]) == ("after", 64)
 
 
+def totals(entry: dict[str, Any]) -> tuple[float, float, float]:
+    return entry["total/updates"], entry["total/generated_tokens"], entry["total/flops"]
+
+
+def test_totals_stand_in_steps_and_evaluations(config: Config, tmp_path: Path) -> None:
+    run_two_steps(config, tmp_path / "run").close()
+    once, twice = (2, 1024, 7e15), (4, 2048, 14e15)
+    assert [totals(entry) for entry in read_metrics(tmp_path / "run")] == [(0, 0, 0), once, twice, twice]
+
+
+def test_totals_go_on_when_a_run_is_resumed(config: Config, tmp_path: Path) -> None:
+    """Step 2 is done again: its first try is not counted."""
+    run_two_steps(config, tmp_path / "run").close()
+    for start, metrics in ((1, METRICS | {"updates": 5}), (2, METRICS)):
+        with Monitor(config, tmp_path / "run", enabled=True, start_step=start) as monitor:
+            monitor.evaluation(f"again_{start}", {"scores": [1.0]})
+            monitor.step(start + 1, metrics)
+    steps = [totals(entry) for entry in read_metrics(tmp_path / "run")]
+    once, twice, thrice = (2, 1024, 7e15), (7, 2048, 14e15), (9, 3072, 21e15)
+    assert steps == [(0, 0, 0), once, once, twice, twice, thrice]
+
+
+def test_metrics_that_are_missing_or_no_number_add_nothing(config: Config, tmp_path: Path) -> None:
+    with Monitor(config, tmp_path / "run", enabled=True) as monitor:
+        monitor.step(1, {"updates": 1.0, "flops/generated": float("nan"), "flops/trained": 3.0})
+    with Monitor(config, tmp_path / "run", enabled=True, start_step=1) as monitor:
+        monitor.step(2, {})
+    first, second = read_metrics(tmp_path / "run")
+    assert totals(first) == totals(second) == (1, 0, 3)
+
+
 def test_monitor_of_other_ranks_does_nothing(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,15 +287,23 @@ def test_summary_has_what_the_run_achieved(config: Config, tmp_path: Path, capsy
     assert (summary["steps"], summary["groups_drawn"], summary["groups_kept"]) == (2, 64, 32)
     assert summary["seconds_training"] == pytest.approx(sum(seconds))
     assert summary["peak_memory_gb"] > 0
-    assert "32 kept of 64 drawn" in capsys.readouterr().out
+    assert (summary["updates"], summary["generated_tokens"], summary["flops"]) == (4, 2048, 14e15)
+    assert (summary["kept_tokens"], summary["share_dropped_tokens"]) == (1200, 0.4)
+    printed = capsys.readouterr().out
+    for text in ("32 kept of 64 drawn", "1.4e+16, generation", "2,048 generated, 1,200 trained on", "40.0% of the tok"):
+        assert text in printed
 
 
 def test_summary_without_evaluations_says_so(tmp_path: Path, terminal: Console) -> None:
     MetricsWriter(tmp_path).close()
     summary = write_summary(tmp_path, confidence=0.95, peak_memory_gb=1.5)
     assert summary["accuracy_before"] is summary["gain"] is summary["interval_after"] is None
+    assert summary["kept_tokens"] is summary["share_dropped_tokens"] is None
+    assert (summary["updates"], summary["generated_tokens"], summary["flops"]) == (0, 0, 0)
     assert summary["peak_memory_gb"] == 1.5
     print_summary(summary, terminal)
+    assert "0 generated " in written(terminal)
+    assert "dynamic sampling" not in written(terminal)
     assert written(terminal).count("not measured") == 3
 
 

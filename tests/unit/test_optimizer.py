@@ -1,5 +1,6 @@
 """AdamW under Megatron: the schedule, fp32 master weights, and single updates."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -155,12 +156,16 @@ def test_metrics_of_an_update(make_policy: Make) -> None:
 def test_metrics_of_a_step() -> None:
     names = (*MEANS, *MAXIMA)
     first, second = (dict.fromkeys(names, value) for value in (1.0, 3.0))
+    first["clip_high"] = 0.0  # nothing was clipped above, so that the second update's probability is the step's
+    first["clip_high_probability"] = 0.0
     combined = combine([first, second])
-    assert all(combined[name] == 2.0 for name in MEANS)
+    shares = {"clip_high": 1.5, "clip_high_probability": 1.0}
+    assert {name: combined[name] for name in MEANS} == dict.fromkeys(MEANS, 2.0) | shares
     assert all(combined[name] == 3.0 for name in MAXIMA)
     assert combined["first_log_ratio"] == 1.0
     assert combine([first, second], recomputed=False) == {name: combined[name] for name in names}
     assert combine([]) == {}
+    assert math.isnan(combine([first])["clip_high_probability"])
 
 
 def test_an_update_that_overflows_fp16_is_skipped_and_counted(make_policy: Make) -> None:

@@ -113,7 +113,7 @@ def test_the_weights_have_no_gradient_of_their_own(make_policy: Make) -> None:
 def test_old_log_probs_of_the_engine_need_no_forward_pass(make_policy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy(old_log_probs="rollout")
     batch = load_batch(policy)
-    monkeypatch.setattr(policy, "_run", None)
+    monkeypatch.setattr("dapo_megatron.trainer.policy.outputs_of", None)
     batch.set_old_log_probs(policy.old_log_probs(batch))
     monkeypatch.undo()
     assert all(micro.old_log_probs is micro.rollout_log_probs for micro in batch.micro_batches())

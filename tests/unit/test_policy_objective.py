@@ -12,9 +12,10 @@ from dapo_megatron.algorithm.aggregation import Aggregation, aggregate
 from dapo_megatron.config.algorithm import AlgorithmConfig
 from dapo_megatron.config.run import Config
 from dapo_megatron.run_state.checkpoint import RunState
-from dapo_megatron.trainer.batching import Batch, MicroBatch
+from dapo_megatron.trainer.batching import Batch
 from dapo_megatron.trainer.parallel import Layout
-from dapo_megatron.trainer.policy import Metrics, Policy
+from dapo_megatron.trainer.policy import Policy
+from dapo_megatron.trainer.trained import Metrics, outputs_of
 from dapo_megatron.trainer.verify_layout import compute_in_fp64, nearby_log_probs
 from tests.batches import RESPONSE_TOKENS, load_batch, make_config
 
@@ -45,13 +46,8 @@ def main_gradient(policy: Policy) -> Tensor:
 
 def mean_entropy(policy: Policy, batch: Batch, aggregation: Aggregation) -> float:
     """The policy's entropy, aggregated over the batch at once."""
-
-    def collect(_: MicroBatch, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        return outputs[0].sum(), torch.tensor(0), outputs[1]
-
     micro_batches = batch.micro_batches()
-    with torch.no_grad():
-        entropy = torch.cat(policy._run(micro_batches, collect, forward_only=True))
+    entropy = torch.cat(outputs_of(policy.ddp, micro_batches, lambda outputs: outputs[1]))
     responses = torch.cat([micro.responses for micro in micro_batches])
     mask = torch.ones_like(responses, dtype=torch.bool)
     return float(aggregate(entropy, mask, responses, aggregation, max_tokens=RESPONSE_TOKENS))

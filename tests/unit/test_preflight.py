@@ -226,3 +226,109 @@ def test_resume_never_refuses_a_saved_state(folder: Path) -> None:
 def test_run_folder_must_be_a_folder(folder: Path) -> None:
     (folder / "run").write_text("")
     assert "run.dir" in message(folder)
+
+
+PPO = "algorithm.advantage.estimator=gae"
+
+
+def test_critic_of_its_own_checkpoint(folder: Path) -> None:
+    """It may have other layers, but reads the same tokens."""
+    write_model(folder / "critic", intermediate_size=192)
+    check(folder, PPO, f"critic.path={folder / 'critic'}")
+    check(folder, PPO)
+    check(folder, f"critic.path={folder / 'nowhere'}")  # there is no critic
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"vocab_size": 65}, "has a vocabulary of 65 tokens, "),
+        ({"max_position_embeddings": 130}, "= 136 is more than the 130 positions of "),
+        ({"num_hidden_layers": 5}, "parallel.pipeline=2 does not divide 5 layers of critic"),
+    ],
+)
+def test_critic_that_does_not_fit(folder: Path, changes: dict[str, Any], expected: str) -> None:
+    write_model(folder / "critic", **changes)
+    text = message(folder, PPO, "parallel.pipeline=2", f"critic.path={folder / 'critic'}", num_ranks=2)
+    assert expected in text
+
+
+def test_critic_that_is_not_there_is_named(folder: Path) -> None:
+    nowhere = folder / "nowhere"
+    assert message(folder, PPO, f"critic.path={nowhere}") == f"critic.path: the folder {nowhere} does not exist"
+
+
+def test_critic_with_another_tokenizer(folder: Path) -> None:
+    write_model(folder / "critic")
+    file = folder / "critic" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"A":33', '"a":33').replace('"A": 33', '"a": 33'))
+    text = message(folder, PPO, f"critic.path={folder / 'critic'}")
+    assert text.startswith(f"critic.path: {folder / 'critic'} has another tokenizer than {folder / 'model'}: 'A' is")
+
+
+KL = {"algorithm": {"kl": {"coefficient": 0.1}}}
+
+
+def reference_message(folder: Path, *, num_ranks: int = 1, **reference: Any) -> str:
+    return message(folder, num_ranks=num_ranks, **KL, reference=reference)
+
+
+def test_reference_that_fits(folder: Path) -> None:
+    other = write_model(folder / "other", num_attention_heads=8, num_key_value_heads=4)
+    reference = {"path": str(other), "parallel": {"tensor": 2}, "precision": "fp32"}
+    check(folder, num_ranks=6, **KL, reference=reference)
+    (other / "tokenizer.json").unlink()  # the policy's is read
+    check(folder, num_ranks=6, **KL, reference=reference)
+
+
+def test_reference_layout(folder: Path) -> None:
+    expected = (
+        "reference.parallel.tensor=2 does not divide 9 attention heads and 3 key/value heads of model; use 1 or 3"
+    )
+    assert reference_message(folder, num_ranks=2, parallel={"tensor": 2}) == expected
+    text = reference_message(folder, num_ranks=2, parallel={"pipeline": 3})
+    assert text.startswith("--nproc 2 is not a multiple of reference.parallel.tensor x reference.parallel.pipeline x")
+    check(folder, num_ranks=2, reference={"parallel": {"tensor": 2}})  # nothing has a reference
+
+
+def test_reference_in_the_layout_of_the_policy(folder: Path) -> None:
+    """The key that is wrong is the policy's."""
+    other = write_model(folder / "other", num_attention_heads=8, num_key_value_heads=4)
+    overrides = ["parallel.tensor=3"]
+    text = message(folder, *overrides, num_ranks=3, **KL, reference={"path": str(other)})
+    assert text.startswith("parallel.tensor=3 does not divide 8 attention heads and 4 key/value heads of other")
+
+
+def test_reference_precision(folder: Path) -> None:
+    training = {"mini_batch": 8, "micro_batch_tokens": 512, "layer_backend": "te"}
+    text = message(folder, **KL, reference={"precision": "fp32"}, training=training)
+    assert text.startswith(
+        "training.layer_backend=te has no attention over packed sequences in reference.precision=fp32"
+    )
+
+
+def test_reference_model_is_checked(folder: Path) -> None:
+    assert reference_message(folder, path=str(folder / "nowhere")).startswith("reference.path: the folder ")
+    other = write_model(folder / "other")
+    cut(other / SHARD, 40)
+    assert reference_message(folder, path=str(other)).startswith(f"reference.path: {other / SHARD} is not a complete")
+    short = write_model(folder / "short", max_position_embeddings=100)
+    assert reference_message(folder, path=str(short)).endswith(f"is more than the 100 positions of {short}")
+
+
+def test_reference_has_the_vocabulary_of_the_policy(folder: Path) -> None:
+    larger = write_model(folder / "larger", vocab_size=65)
+    text = reference_message(folder, path=str(larger))
+    assert text.startswith(f"reference.path: {larger} has a vocabulary of 65 tokens, {folder / 'model'} one of 64")
+    other = write_model(folder / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = reference_message(folder, path=str(other))
+    assert text.startswith(
+        f"reference.path: {other} has another tokenizer than {folder / 'model'}: 'A' is the token 34"
+    )
+    (other / "tokenizer.json").write_text("{")
+    assert reference_message(folder, path=str(other)).startswith("reference.path: ")

@@ -25,6 +25,7 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.files import write_atomically
 from dapo_megatron.run_state.checkpoint import RunState, load_latest
 from dapo_megatron.run_state.store import latest_state, publish, read_run, state_dir, state_path, verify
+from dapo_megatron.trainer.critic import Critic
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
 from tests.batches import make_config
@@ -285,3 +286,65 @@ def test_state_of_another_model_or_precision_is_refused(layout: Layout, config: 
         load_latest(llama, Policy(llama, layout))
     with pytest.raises(UserError, match=r"precision training.precision=fp32, this run has training.precision=bf16"):
         load_latest(bf16, Policy(bf16, layout))
+
+
+PPO: dict[str, Any] = {"advantage": {"estimator": "gae"}}
+CRITIC: dict[str, Any] = {"optimizer": {"lr": 1e-3, "warmup_steps": 10}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resumed_critic_ends_bit_equal(layout: Layout, config: Make, precision: str) -> None:
+    settings = config(algorithm=PPO, critic=CRITIC, training={"precision": precision, "mini_batch": 8})
+    policy, critic = Policy(settings, layout), Critic(settings, layout)
+    state = RunState(settings, policy, critic)
+    train(policy, state, 2, critic)  # saved after the second step
+
+    resumed = Policy(settings, layout), Critic(settings, layout)
+    continued = load_latest(settings, *resumed)
+    assert continued.step == 2
+    assert differing(resumed[0], policy) + differing(resumed[1], critic) == []
+
+    train(policy, state, 1, critic)
+    train(resumed[0], continued, 1, resumed[1])
+    assert differing(resumed[0], policy) + differing(resumed[1], critic) == []
+    assert float(dict(tensors(resumed[1]))["learning rate 0"]) == pytest.approx(3e-4)
+
+
+def test_damaged_critic_is_refused(layout: Layout, config: Make) -> None:
+    settings = config(algorithm=PPO)
+    state = RunState(settings, Policy(settings, layout), Critic(settings, layout))
+    state.step = 1
+    state.save()
+    file = max((state_path(settings.run.dir, 1) / "critic").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"critic/{file.name} differs from its checksum"):
+        load_latest(settings, Policy(settings, layout), Critic(settings, layout))
+
+
+def test_state_without_a_critic_is_refused(layout: Layout, config: Make, saved: Path) -> None:
+    settings = config(algorithm=PPO)
+    with pytest.raises(UserError, match=f"{saved} holds no critic, which algorithm.advantage.estimator=gae needs"):
+        load_latest(settings, Policy(settings, layout), Critic(settings, layout))
+
+
+def test_state_of_another_critic_is_refused(layout: Layout, config: Make, checkpoint: Callable[..., Path]) -> None:
+    settings = config(algorithm=PPO)
+    state = RunState(settings, Policy(settings, layout), Critic(settings, layout))
+    state.step = 1
+    state.save()
+    other = config(algorithm=PPO, critic={"path": str(checkpoint("llama"))})
+    with pytest.raises(UserError, match=r"was saved with the critic hf_class=Qwen2ForCausalLM, qkv_bias=True, this"):
+        load_latest(other, Policy(other, layout), Critic(other, layout))
+
+
+def test_run_without_a_critic_leaves_that_of_the_state(layout: Layout, config: Make) -> None:
+    """Another estimator may go on from a run of PPO."""
+    settings = config(algorithm=PPO)
+    policy = Policy(settings, layout)
+    state = RunState(settings, policy, Critic(settings, layout))
+    state.step = 1
+    state.save()
+    plain = config()
+    resumed = Policy(plain, layout)
+    assert load_latest(plain, resumed).step == 1
+    assert differing(resumed, policy) == []

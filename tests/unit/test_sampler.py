@@ -26,6 +26,7 @@ def answer(correct: bool, length: int = 3) -> Sample:
         versions=(0, 0),
         correct=correct,
         reward=1.0 if correct else -1.0,
+        score=float(correct),
     )
 
 
@@ -43,27 +44,27 @@ class World:
     def __post_init__(self) -> None:
         self.prompts = [Prompt(id=i, token_ids=(i,), ground_truth="") for i in range(len(self.outcomes))]
 
-    async def generate(self, prompt: Prompt, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
+    async def generate(self, prompt: Prompt, size: int, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
         call, self.calls = self.calls, self.calls + 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             for _ in range(self.turns[call % len(self.turns)]):
                 await asyncio.sleep(0)
-            return self.group(prompt, on_answer)
+            return self.group(prompt, size, on_answer)
         except asyncio.CancelledError:
             self.events.append(("aborted", prompt.id))
             raise
         finally:
             self.running -= 1
 
-    def group(self, prompt: Prompt, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
+    def group(self, prompt: Prompt, size: int, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
         outcome = self.outcomes[prompt.id]
         self.events.append((outcome, prompt.id))
         if outcome == FAILED:
             raise GroupFailedError
-        right = {MIXED: 1, RIGHT: GROUP, WRONG: 0}[outcome]
-        samples = tuple(answer(i < right, length=1 + prompt.id % 5) for i in range(GROUP))
+        right = {MIXED: 1, RIGHT: size, WRONG: 0}[outcome]
+        samples = tuple(answer(i < right, length=1 + prompt.id % 5) for i in range(size))
         for sample in samples:
             on_answer(sample)
         return samples
@@ -111,7 +112,7 @@ def test_any_finish_order_and_any_number_in_flight_give_the_batches_of_drawing_o
     world = World(outcomes, turns)
     config = rollout(needed, max_rounds=max_rounds, dynamic_sampling=dynamic)
     cursor = world.cursor()
-    sampler = Sampler(world.prompts, cursor, config, world.generate, max_in_flight)
+    sampler = Sampler(world.prompts, cursor, config, world.generate, max_in_flight and max_in_flight * GROUP)
     begin = 0
     for _ in range(3):
         progress = Progress()
@@ -194,7 +195,7 @@ def test_statistics_are_of_the_draws_up_to_the_last_kept_group() -> None:
 
 
 def test_a_cancelled_or_failing_sampling_leaves_the_cursor_where_it_was_and_nothing_running() -> None:
-    async def broken(prompt: Prompt, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
+    async def broken(prompt: Prompt, size: int, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
         raise ZeroDivisionError
 
     async def scenario() -> None:

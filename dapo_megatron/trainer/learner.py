@@ -1,0 +1,58 @@
+"""Everything that learns or is learned from on the trainer's side: the policy, and what an objective sets beside it."""
+
+from collections.abc import Sequence
+
+from dapo_megatron.config.run import Config
+from dapo_megatron.models.flops import forward_flops, training_flops
+from dapo_megatron.trainer.advantages import set_advantages
+from dapo_megatron.trainer.batching import Batch, MiniBatch, input_lengths
+from dapo_megatron.trainer.critic import Critic
+from dapo_megatron.trainer.parallel import Layout
+from dapo_megatron.trainer.policy import Policy, combine
+from dapo_megatron.trainer.reference import Reference
+from dapo_megatron.trainer.trained import Metrics
+
+
+class Learner:
+    """The policy, its frozen reference where there is a KL term (or DPO), its critic where the estimator is gae."""
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        algorithm = config.algorithm
+        self.config, self.layout = config, layout
+        self.policy = Policy(config, layout)
+        self.reference = Reference(config, layout) if algorithm.has_reference else None
+        self.critic = Critic(config, layout) if algorithm.has_critic else None
+
+    def prepare(self, batch: Batch) -> Metrics:
+        """Score the batch with the weights of the step's start, and give its tokens their advantages."""
+        batch.set_old_log_probs(self.policy.old_log_probs(batch))
+        if self.reference is not None:
+            batch.set_reference_log_probs(self.reference.log_probs(batch))
+        if self.critic is not None:
+            batch.set_old_values(self.critic.values(batch))
+        return set_advantages(batch, self.layout, self.config.algorithm) | {"flops/trained": self._flops(batch)}
+
+    def start_step(self) -> None:
+        """Advance the schedules: once per rollout step, for all its updates."""
+        self.policy.start_step()
+        if self.critic is not None:
+            self.critic.start_step()
+
+    def update(self, mini_batch: MiniBatch) -> Metrics:
+        """One update of the policy, and of the critic, on a mini-batch. Metrics over the whole mini-batch."""
+        critic = self.critic.update(mini_batch) if self.critic is not None else {}
+        return self.policy.update(mini_batch) | critic
+
+    def combine(self, updates: Sequence[Metrics]) -> Metrics:
+        """Metrics of a step from those of its updates."""
+        return combine(updates, recomputed=self.config.algorithm.old_log_probs == "recompute")
+
+    def _flops(self, batch: Batch) -> float:
+        """Operations of a step's passes over its batch: old log-probs, reference, critic, and the updates."""
+        arch, training = self.policy.arch, self.config.training
+        lengths, targets = input_lengths(batch.header), batch.header.response_lengths
+        forward = forward_flops(arch, lengths, targets=targets)
+        updates = training_flops(arch, lengths, targets=targets, recompute=training.recompute == "full")
+        scored = (self.config.algorithm.old_log_probs == "recompute") + (self.reference is not None)
+        critics = int(self.critic is not None)
+        return (scored + critics) * forward + (1 + critics) * updates
