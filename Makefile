@@ -1,4 +1,4 @@
-# make setup | quickstart | test | lint | docs | model | clean
+# make setup | quickstart | ablation | test | lint | docs | model | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
@@ -11,17 +11,21 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NPROC ?= 1
 STEPS ?=
 NAME ?= quickstart
+SEEDS ?= 5
+JOBS ?= 2
+ARMS ?=
 RUN = runs/$(NAME)
 MODEL := models/SmolLM2-135M
 
 REQUIREMENTS := requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 STAMP = $(VENV)/installed-$(shell cat $(REQUIREMENTS) | sha256sum | cut -c1-16)
 
-.PHONY: help setup model quickstart test unit distributed fleet lint docs clean
+.PHONY: help setup model quickstart ablation test unit distributed fleet lint docs clean
 
 help:
 	@echo "make setup         environment in $(VENV): CPU versions of everything (2.4 GB; about a minute on an idle machine)"
 	@echo "make quickstart    train SmolLM2-135M to add two-digit numbers; NPROC=2 for two ranks, STEPS=n to change the length"
+	@echo "make ablation      what each part of DAPO does, 70 runs of a tiny model; SEEDS=n, JOBS=n, ARMS=a,b to run less"
 	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
 	@echo "make lint          ruff, mypy, shellcheck and hadolint"
 	@echo "make docs          docs/configuration.md from the config models"
@@ -54,6 +58,11 @@ model: setup
 quickstart: model
 	@rm -rf $(RUN)
 	$(BIN)/dapo-megatron train examples/laptop/addition.yaml --nproc $(NPROC) run.dir=$(RUN) $(if $(STEPS),run.steps=$(STEPS))
+
+# Goes on where it was stopped.
+ablation: setup
+	@$(BIN)/python -m examples.ablation.make_model models/chain-sum-tiny
+	$(BIN)/python -m examples.ablation.run --seeds $(SEEDS) --jobs $(JOBS) $(if $(ARMS),--arms $(ARMS))
 
 test: unit distributed fleet
 

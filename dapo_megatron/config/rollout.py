@@ -54,8 +54,8 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(
         16,
         ge=1,
-        description="G: answers per prompt (a group). 1 only with algorithm.advantage.estimator reinforce_pp or gae, and "
-        "without dynamic_sampling.",
+        description="G: answers per prompt (a group). 1 only with algorithm.advantage.estimator reinforce_pp or gae, "
+        "and without dynamic_sampling.",
     )
     max_tokens: int = Field(
         20480,

@@ -19,9 +19,11 @@ ROWS = 12  # steps that stay in view
 QUIET_SECONDS = 30.0  # a plain console repeats progress no more often
 
 
-def _number(key: str, form: str) -> Callable[[Record], str]:
+def _number(key: str, form: str, otherwise: str = "") -> Callable[[Record], str]:
+    """The number under `key`, or under `otherwise` where a record has none (DPO has neither answers nor rewards)."""
+
     def text(record: Record) -> str:
-        value = record.get(key)
+        value = record.get(key, record.get(otherwise))
         return "-" if value is None else format(value, form)
 
     return text
@@ -38,8 +40,8 @@ def _pair(first: str, second: str, form: str) -> Callable[[Record], str]:
 COLUMNS: dict[str, Callable[[Record], str]] = {
     "step": _pair("step", "steps", "d"),
     "kept/drawn": _pair("kept", "drawn", ".0f"),
-    "accuracy": _number("accuracy", ".3f"),
-    "reward": _number("reward", "+.2f"),
+    "accuracy": _number("accuracy", ".3f", "preference_accuracy"),
+    "reward": _number("reward", "+.2f", "preference_margin"),
     "length": _number("response_length", ".1f"),
     "entropy": _number("entropy", ".3f"),
     "clip low/high": _pair("clip_low", "clip_high", ".4f"),

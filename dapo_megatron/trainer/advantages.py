@@ -90,6 +90,6 @@ def _set_preferences(batch: Batch, layout: Layout, algorithm: AlgorithmConfig) -
     batch.set_advantages(result.advantages.float())
     return {
         "preference_loss": float(result.losses.mean()),
-        "preference_accuracy": float((result.margins > 0).double().mean()),
+        "preference_accuracy": float((result.margins.sign().mean() + 1) / 2),  # a margin of 0 is half right
         "preference_margin": float(result.margins.mean()),
     }

@@ -49,10 +49,11 @@ class Learner:
 
     def _flops(self, batch: Batch) -> float:
         """Operations of a step's passes over its batch: old log-probs, reference, critic, and the updates."""
-        arch, training = self.policy.arch, self.config.training
         lengths, targets = input_lengths(batch.header), batch.header.response_lengths
-        forward = forward_flops(arch, lengths, targets=targets)
-        updates = training_flops(arch, lengths, targets=targets, recompute=training.recompute == "full")
-        scored = (self.config.algorithm.old_log_probs == "recompute") + (self.reference is not None)
-        critics = int(self.critic is not None)
-        return (scored + critics) * forward + (1 + critics) * updates
+        recompute = self.config.training.recompute == "full"
+        trained = [self.policy.arch] + ([self.critic.arch] if self.critic is not None else [])
+        scored = trained if self.config.algorithm.old_log_probs == "recompute" else trained[1:]
+        if self.reference is not None:
+            scored = [*scored, self.reference.arch]
+        forward = sum(forward_flops(arch, lengths, targets=targets) for arch in scored)
+        return forward + sum(training_flops(arch, lengths, targets=targets, recompute=recompute) for arch in trained)

@@ -72,7 +72,8 @@ class Reference:
             self._layout = self._other.layout if self._other is not None else layout
             with self._in_layout():
                 self._chunks = _frozen_chunks(own)
-            self._packing = PackingRules.of(own, architecture_of(own.model.path), self._layout)
+            self.arch = self._chunks[0].arch
+            self._packing = PackingRules.of(own, self.arch, self._layout)
         # Attention reads sequences as its own backend packs them.
         self._shares_batches = self._other is None and resolve_backend(own.training) == resolve_backend(config.training)
         self._host: HostWeights | None = None

@@ -5,7 +5,7 @@ those of a base model are: now and then a total is wrong, and some solutions get
 an end. And it is stopped early. So most questions are answered rightly in some samples and wrongly in others, and some
 answers are cut off: every part of DAPO has something to act on.
 
-    python examples/ablation/make_model.py models/chain-sum-tiny
+    python -m examples.ablation.make_model models/chain-sum-tiny
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dapo_megatron.data.arithmetic import generate
 SEED = 0  # of the weights, the problems and the mistakes
 TERMS = 8  # the most numbers in one problem, as in base.yaml
 PROBLEMS = 20_000
-STEPS, BATCH = 800, 64
+STEPS, BATCH = 900, 64
 LR, WARMUP = 2e-3, 50
 SLIP = 0.03  # probability that a total is off by up to three
 LOOP = 0.03  # probability that a total is repeated without an end once it is written

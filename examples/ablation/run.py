@@ -113,7 +113,7 @@ def make_jobs(plan: Plan, arms: Sequence[str], seeds: int, base: Path, out: Path
 def _hash_of_files(folder: Path) -> str:
     if not folder.is_dir():
         raise UserError(
-            f"model.path: {folder} does not exist; make it: python examples/ablation/make_model.py {folder}"
+            f"model.path: {folder} does not exist; make it: python -m examples.ablation.make_model {folder}"
         )
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):

@@ -140,12 +140,13 @@ def sections(
     def make(preset: str, run_dir: Path, steps: int = STEPS) -> dict[str, Any]:
         offline = preset == "dpo"
         samples = 2 if offline else SAMPLES
-        data = {"train": {"path": str(pairs)}} if offline else {"train": {"path": str(task)}, "reward_function": None}
-        one_update = offline or "kl" in preset or preset == "r1_zero"
+        train = {"train": {"path": str(pairs if offline else task)}}
+        reward_function = {} if offline else {"reward_function": f"{reward}:parity"}
+        one_update = preset in ("dpo", "dapo_with_kl", "r1_zero")  # those of DPO; the KL of later ones is not 0
         return {
             "run": {"dir": str(run_dir), "steps": steps},
             "model": {"path": str(tiny_model)},
-            "data": {"max_prompt_tokens": 56} | data | ({} if offline else {"reward_function": f"{reward}:parity"}),
+            "data": {"max_prompt_tokens": 56} | train | reward_function,
             "rollout": {
                 "prompts_per_step": PROMPTS,
                 "samples_per_prompt": samples,
@@ -236,6 +237,8 @@ def check_step(record: Record, config: Config) -> None:
     if config.algorithm.loss != "dpo":
         assert record["rollout_diff_max"] < 1e-3
         assert record["stale_tokens"] == 0
+    if config.algorithm.overlong.filter:  # of some answers, not of all
+        assert 0 < record["truncated"] < 1
     if config.rollout.dynamic_sampling:
         assert record["drawn"] == sum(record[key] for key in ("kept", "all_right", "all_wrong", "failed", "requeued"))
     if config.algorithm.has_critic:

@@ -243,17 +243,17 @@ def test_preferences_find_the_better_of_each_pair(better_first: bool, options: d
 
 
 def test_members_of_a_pair_need_not_stand_side_by_side(layout: Layout) -> None:
-    """By hand: the sums of d are 0.5, -1, 0 and 1.25, the pairs (0, 3) and (2, 1)."""
-    batch = small_batch(layout, [1, -1, 1, -1], groups=[0, 1, 1, 0])
+    """By hand: the sums of d are 0.5, -1, 0 and 1.25, the pairs (0, 3) and (1, 2)."""
+    batch = small_batch(layout, [1, 1, -1, -1], groups=[1, 0, 0, 1])
     score(batch, OLD, REFERENCE)
     metrics = set_advantages(batch, layout, algorithm(loss="dpo", aggregation="sequence_sum", dpo={"beta": 2}))
-    first, second = (4 / (1 + math.exp(2 * gap)) for gap in (0.5 - 1.25, 0 - -1))
-    expected = torch.tensor([first, first, -second, -first, -first, -first])
+    first, second = (4 / (1 + math.exp(2 * gap)) for gap in (0.5 - 1.25, -1 - 0))
+    expected = torch.tensor([first, first, second, -first, -first, -first])
     torch.testing.assert_close(advantages_of(batch, layout), expected, rtol=1e-6, atol=0)
     assert metrics == pytest.approx(
         {
-            "preference_loss": (math.log(1 + math.exp(1.5)) + math.log(1 + math.exp(-2))) / 2,
-            "preference_accuracy": 0.5,
-            "preference_margin": (-1.5 + 2) / 2,
+            "preference_loss": (math.log(1 + math.exp(1.5)) + math.log(1 + math.exp(2))) / 2,
+            "preference_accuracy": 0.0,
+            "preference_margin": (-1.5 - 2) / 2,
         }
     )

@@ -170,19 +170,21 @@ def test_generated_pairs_have_one_number_wrong(task: Any) -> None:
     rows = list(generate_pairs(config))
     assert rows == list(generate_pairs(config))
     assert rows != list(generate_pairs(config.model_copy(update={"seed": 4})))
-    offsets = Counter[int]()
+    offsets, places = Counter[int](), set[int]()
     for row in rows:
         assert isinstance(row.prompt, str)
         question = row.prompt.rpartition("\n")[2]
         right, wrong = ([int(number) for number in text.split(" ")[1:]] for text in (row.chosen, row.rejected))
         assert right[-1] == sum(map(int, question.removesuffix(" =").split(" + ")))
         assert len(wrong) == len(right)
-        differences = [b - a for a, b in zip(right, wrong, strict=True) if a != b]
-        offsets.update(differences)
+        differences = {place: b - a for place, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b}
+        places |= differences.keys()
+        offsets.update(differences.values())
         assert len(differences) == 1
         assert min(wrong) >= 0
     assert set(map(abs, offsets)) == set(range(1, 10))
     assert min(offsets) < 0 < max(offsets)
+    assert places == ({0} if task == "addition" else {0, 1, 2})
 
 
 def tokens(rows: PairRows, model: Path, *stop: str, prompt: int = 99, answer: int = 99) -> Pairs:

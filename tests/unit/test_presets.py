@@ -119,6 +119,12 @@ def test_the_command_line_wins_in_either_order(overrides: list[str], tmp_path: P
     assert config.algorithm.aggregation == "sequence_mean"
 
 
+def test_keys_of_the_command_line_go_beside_a_name_in_the_file(tmp_path: Path) -> None:
+    config = resolved(tmp_path, "algorithm.clip.high=0.3", algorithm="grpo")
+    assert config.algorithm.preset == "grpo"
+    assert (config.algorithm.clip.high, config.algorithm.aggregation) == (0.3, "sequence_mean")
+
+
 def test_keys_of_the_file_win_over_its_preset_and_over_that_of_the_command_line(tmp_path: Path) -> None:
     algorithm = {"preset": "dapo", "clip": {"high": 0.4}, "overlong": {"cache_tokens": 3}}
     config = resolved(tmp_path, algorithm=algorithm)
