@@ -43,6 +43,7 @@ def test_gradients_are_the_weights_of_the_tokens(mode: Aggregation) -> None:
         "token_mean": [1 / 5, 1 / 5, 0, 1 / 5, 1 / 5, 1 / 5, 0],
         "sequence_mean": [1 / 4, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 6, 0],
         "sequence_sum_norm": [1 / 20, 1 / 20, 0, 1 / 20, 1 / 20, 1 / 20, 0],
+        "sequence_sum": [1 / 2, 1 / 2, 0, 1 / 2, 1 / 2, 1 / 2, 0],
     }
     assert gradient.tolist() == pytest.approx(weights[mode], abs=1e-15)
 

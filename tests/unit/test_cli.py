@@ -179,7 +179,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def test_every_example_is_dry_run_here() -> None:
-    files = (REPOSITORY / "examples").glob("*/*.yaml")
+    """But the ablation, whose runs start from a model that is made here (tests/unit/test_ablation.py)."""
+    files = [path for path in (REPOSITORY / "examples").glob("*/*.yaml") if path.parent.name != "ablation"]
     assert {str(path.relative_to(REPOSITORY / "examples").with_suffix("")) for path in files} == set(EXAMPLES)
 
 
