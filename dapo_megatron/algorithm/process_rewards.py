@@ -9,25 +9,6 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.algorithm.advantage import AdvantageOptions, group_advantages, response_advantages, whitened
-from dapo_megatron.types import BatchHeader
-
-
-def batch_advantages(header: BatchHeader, config: AdvantageOptions, rewards: Tensor) -> Tensor:
-    """Advantage of each response token of a batch, floating [T] in the header's order; equal on every rank.
-
-    `rewards` of whole responses are floating [R]: those of the header, or what a penalty leaves of them. Raises
-    ValueError for `gae`, which needs a critic's values.
-    """
-    groups, lengths = torch.from_numpy(header.groups), torch.from_numpy(header.response_lengths)
-    if not len(header.step_rewards):
-        return response_advantages(rewards, groups, lengths, config).repeat_interleave(lengths)
-    return process_advantages(*step_tensors(header), rewards, groups, lengths, config)
-
-
-def step_tensors(header: BatchHeader) -> tuple[Tensor, Tensor, Tensor]:
-    """The process rewards of a batch: rewards fp32, responses and places int32, each [S]."""
-    rewards, responses, places = header.step_rewards, header.step_responses, header.step_places
-    return torch.from_numpy(rewards), torch.from_numpy(responses), torch.from_numpy(places)
 
 
 def process_advantages(

@@ -22,7 +22,7 @@ from dapo_megatron.files import write_atomically
 from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE, Address, controller_host
 from dapo_megatron.rollout.blocks import decode_block, decode_header, select
 from dapo_megatron.rollout.journal import Journal
-from dapo_megatron.rollout.offline import open_offline
+from dapo_megatron.rollout.offline import NoServers, open_offline
 from dapo_megatron.rollout.server import log_tail
 from dapo_megatron.run_state.store import latest_state, read_run
 from dapo_megatron.types import BatchHeader, Int32, TokenBlock
@@ -271,18 +271,11 @@ class RemoteRollouts:
         return ControllerError(f"the rollout controller failed: {failure['error']} (log: {self.address.log_path})")
 
 
-class Replay:
+class Replay(NoServers):
     """The batches recorded by an earlier run in `folder`, in place of a controller. There are no servers."""
 
     def __init__(self, folder: str | Path):
         self._journal = Journal(folder)
-
-    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
-        """No servers."""
-        return []
-
-    def begin(self, step: int, version: int) -> None:
-        """Nothing to start."""
 
     def wait(self, step: int, on_progress: OnProgress) -> BatchHeader:
         """The recorded header. Raises UserError when there is none."""
@@ -291,17 +284,6 @@ class Replay:
     def tokens(self, step: int, responses: Int32) -> TokenBlock:
         """See `Rollouts.tokens`."""
         return select(*self._journal.read(step), responses)
-
-    def evaluate(self, name: str, on_progress: OnProgress) -> None:
-        """Nothing can be generated."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to end."""
 
 
 def _gone(address: Address, what: str) -> ControllerError:

@@ -63,7 +63,29 @@ def open_offline(
     return Offline(pairs, cursor, config.rollout.prompts_per_step)
 
 
-class Offline:
+class NoServers:
+    """What rollouts from given data share: nothing to start, to ask or to end."""
+
+    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
+        """No servers."""
+        return []
+
+    def begin(self, step: int, version: int) -> None:
+        """Nothing to start."""
+
+    def evaluate(self, name: str, on_progress: OnProgress) -> None:
+        """Nothing can be generated."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to end."""
+
+
+class Offline(NoServers):
     """Batches of `pairs_per_step` pairs, each a group of two: the better answer (reward 1), then the worse (-1).
 
     Steps are asked for one after the other. No engine has seen the answers, so that their rollout log-probs are NaN;
@@ -73,13 +95,6 @@ class Offline:
     def __init__(self, pairs: Pairs, cursor: PromptCursor, pairs_per_step: int):
         self._pairs, self._cursor, self._pairs_per_step = pairs, cursor, pairs_per_step
         self._batch: tuple[BatchHeader, BatchTokens] | None = None
-
-    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
-        """No servers."""
-        return []
-
-    def begin(self, step: int, version: int) -> None:
-        """Nothing to start."""
 
     def wait(self, step: int, on_progress: OnProgress) -> BatchHeader:
         """The header of the step's batch; asking twice does no harm."""
@@ -92,17 +107,6 @@ class Offline:
         if self._batch is None or self._batch[0].step != step:
             raise ValueError(f"step {step} is not the one that was last waited for")
         return select(*self._batch, responses)
-
-    def evaluate(self, name: str, on_progress: OnProgress) -> None:
-        """Nothing can be generated."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to end."""
 
     def _next_batch(self, step: int) -> tuple[BatchHeader, BatchTokens]:
         first = self._cursor.drawn

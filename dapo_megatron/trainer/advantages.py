@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dapo_megatron.algorithm.advantage import gae, whitened
+from dapo_megatron.algorithm.advantage import AdvantageOptions, gae, response_advantages, whitened
 from dapo_megatron.algorithm.dpo import dpo
 from dapo_megatron.algorithm.kl import kl_penalty
-from dapo_megatron.algorithm.process_rewards import batch_advantages, step_tensors, token_rewards
+from dapo_megatron.algorithm.process_rewards import process_advantages, token_rewards
 from dapo_megatron.config.algorithm import AlgorithmConfig
 from dapo_megatron.trainer.batching import Batch
 from dapo_megatron.trainer.columns import gather_column, response_sums
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.trained import Metrics
+from dapo_megatron.types import BatchHeader
 
 
 def set_advantages(batch: Batch, layout: Layout, algorithm: AlgorithmConfig) -> Metrics:
@@ -37,6 +38,24 @@ def set_advantages(batch: Batch, layout: Layout, algorithm: AlgorithmConfig) -> 
         rewards = rewards - response_sums(batch, penalties, layout).float()
     batch.set_token_advantages(batch_advantages(batch.header, algorithm.advantage, rewards))
     return {}
+
+
+def batch_advantages(header: BatchHeader, config: AdvantageOptions, rewards: Tensor) -> Tensor:
+    """Advantage of each response token of a batch, floating [T] in the header's order; equal on every rank.
+
+    `rewards` of whole responses are floating [R]: those of the header, or what a penalty leaves of them. Raises
+    ValueError for `gae`, which needs a critic's values.
+    """
+    groups, lengths = torch.from_numpy(header.groups), torch.from_numpy(header.response_lengths)
+    if not len(header.step_rewards):
+        return response_advantages(rewards, groups, lengths, config).repeat_interleave(lengths)
+    return process_advantages(*step_tensors(header), rewards, groups, lengths, config)
+
+
+def step_tensors(header: BatchHeader) -> tuple[Tensor, Tensor, Tensor]:
+    """The process rewards of a batch: rewards fp32, responses and places int32, each [S]."""
+    rewards, responses, places = header.step_rewards, header.step_responses, header.step_places
+    return torch.from_numpy(rewards), torch.from_numpy(responses), torch.from_numpy(places)
 
 
 def _penalties(batch: Batch, algorithm: AlgorithmConfig) -> list[Tensor] | None:

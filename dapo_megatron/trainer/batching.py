@@ -185,6 +185,14 @@ class Batch:
         ends = torch.from_numpy(np.cumsum(self.header.response_lengths, dtype=np.int64)).to(micro.places.device)
         return ends[micro.responses] - micro.response_lengths + micro.places
 
+    def pick(self, column: Tensor) -> list[Tensor]:
+        """Of a column, [T] for all response tokens of the batch in the header's order, the values for the tokens of
+        this rank's micro-batches, [n] each, on their device. The column stays where it is: it may be large.
+        """
+        return [
+            column[self.token_index(micro).to(column.device)].to(micro.places.device) for micro in self.micro_batches()
+        ]
+
     def set_advantages(self, per_response: Tensor) -> None:
         """Give every token its response's advantage. fp32 [R]."""
         for micro in self.micro_batches():
@@ -192,8 +200,8 @@ class Batch:
 
     def set_token_advantages(self, per_token: Tensor) -> None:
         """Give every token its own advantage. fp32 [T], of all response tokens of the batch in the header's order."""
-        for micro in self.micro_batches():
-            micro.advantages = per_token[self.token_index(micro).to(per_token.device)].to(micro.places.device)
+        for micro, advantages in zip(self.micro_batches(), self.pick(per_token), strict=True):
+            micro.advantages = advantages
 
     def set_old_log_probs(self, per_micro_batch: list[Tensor]) -> None:
         """Give every micro-batch what `Policy.log_probs` returned for it, fp32 [n] each."""
@@ -212,8 +220,8 @@ class Batch:
 
     def set_returns(self, per_token: Tensor) -> None:
         """Give every token the return that the critic is to predict. fp32 [T], tokens in the header's order."""
-        for micro in self.micro_batches():
-            micro.returns = per_token.to(micro.responses.device)[self.token_index(micro)]
+        for micro, returns in zip(self.micro_batches(), self.pick(per_token), strict=True):
+            micro.returns = returns
 
     def rollout_log_probs(self) -> list[Tensor]:
         """What the engine reported of the response tokens, per micro-batch of this rank, fp32 [n] each."""

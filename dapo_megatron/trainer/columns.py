@@ -1,7 +1,7 @@
 """Values of tokens between the ranks that computed them and those that need them.
 
 A column holds one value for each response token of the whole batch, in the order of the header: a model in any layout
-can fill it, and one in any other can read it.
+can fill it, and one in any other can read it (`Batch.pick`).
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,6 @@ def gather_column(batch: Batch, per_micro_batch: Sequence[Tensor], layout: Layou
                 column[batch.token_index(micro)] = values.float()
     dist.all_reduce(column)
     return column
-
-
-def pick_column(batch: Batch, column: Tensor) -> list[Tensor]:
-    """What a column holds for the tokens of this rank's micro-batches, [n] each. Takes [T]."""
-    return [column[batch.token_index(micro)] for micro in batch.micro_batches()]
 
 
 def response_sums(batch: Batch, per_micro_batch: Sequence[Tensor], layout: Layout) -> Tensor:

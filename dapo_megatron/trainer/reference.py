@@ -15,7 +15,7 @@ from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.trainer import device
 from dapo_megatron.trainer.batching import Batch, PackingRules, load_batch
 from dapo_megatron.trainer.build import PolicyModel, build_model, load_weights
-from dapo_megatron.trainer.columns import gather_column, pick_column
+from dapo_megatron.trainer.columns import gather_column
 from dapo_megatron.trainer.layers import resolve_backend
 from dapo_megatron.trainer.parallel import Layout, OtherLayout
 from dapo_megatron.trainer.precision import check_machine
@@ -97,7 +97,7 @@ class Reference:
         own = load_batch(batch.header, self._packing, self._layout, batch.fetch)
         column = gather_column(own, self._pass(own), self._layout)
         if self._policy_layout.pipeline_rank == self._policy_layout.pipeline - 1:
-            return pick_column(batch, column)
+            return batch.pick(column)
         return [torch.empty(0)] * len(batch.micro_batches())
 
     def _pass(self, batch: Batch) -> list[Tensor]:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from dapo_megatron.algorithm.advantage import gae, response_advantages, whitened
 from dapo_megatron.algorithm.dpo import dpo
-from dapo_megatron.algorithm.process_rewards import batch_advantages
 from dapo_megatron.config.algorithm import AlgorithmConfig
 from dapo_megatron.models import llama
-from dapo_megatron.trainer.advantages import set_advantages
+from dapo_megatron.trainer.advantages import batch_advantages, set_advantages
 from dapo_megatron.trainer.batching import Batch, PackingRules, load_batch
-from dapo_megatron.trainer.columns import gather_column, pick_column
+from dapo_megatron.trainer.columns import gather_column
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.types import BatchHeader, TokenBlock
 from tests.batches import make_batch, make_config
@@ -84,8 +83,8 @@ def returns_of(batch: Batch, layout: Layout) -> Tensor:
 
 def score(batch: Batch, old: Tensor, reference: Tensor) -> None:
     """Give the batch log-probs, fp32 [T] in the header's order."""
-    batch.set_old_log_probs(pick_column(batch, old))
-    batch.set_reference_log_probs(pick_column(batch, reference))
+    batch.set_old_log_probs(batch.pick(old))
+    batch.set_reference_log_probs(batch.pick(reference))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -143,7 +142,7 @@ def test_kl_in_the_reward_of_a_token(layout: Layout) -> None:
     """By hand with gamma = lambda = 1 and values of 0: what comes from the token on, less 0.1 x d on the way."""
     batch = small_batch(layout, [1, -1, 1, -1])
     score(batch, OLD, REFERENCE)
-    batch.set_old_values(pick_column(batch, torch.zeros(6)))
+    batch.set_old_values(batch.pick(torch.zeros(6)))
     kl = {"coefficient": 0.1, "estimator": "k1", "in": "reward"}
     metrics = set_advantages(batch, layout, algorithm(advantage={"estimator": "gae"}, kl=kl))
     expected = torch.tensor([0.95, 1.0, -0.9, -1.125, -1.125, -1.025])
@@ -157,7 +156,7 @@ def test_estimates_of_a_critic(options: dict[str, Any], layout: Layout) -> None:
     """Those of the flat arrays; the critic's returns are never whitened."""
     batch = random_batch(layout)
     values = random_column(batch, 3)
-    batch.set_old_values(pick_column(batch, values))
+    batch.set_old_values(batch.pick(values))
     metrics = set_advantages(batch, layout, algorithm(advantage={"estimator": "gae", **options}))
     header = batch.header
     expected = gae(
@@ -186,7 +185,7 @@ STEPS: dict[str, Any] = {
 def test_process_rewards_reach_the_critics_tokens(layout: Layout) -> None:
     """By hand with gamma = lambda = 1 and values of 0: rewards of steps that end at the token or later."""
     batch = small_batch(layout, [1, -1, 1, -1], **STEPS)
-    batch.set_old_values(pick_column(batch, torch.zeros(6)))
+    batch.set_old_values(batch.pick(torch.zeros(6)))
     set_advantages(batch, layout, algorithm(advantage={"estimator": "gae"}))
     expected = torch.tensor([1.25, 0.75, -1.0, 1.0, 1.0, -1.0])
     torch.testing.assert_close(advantages_of(batch, layout), expected, rtol=0, atol=1e-6)

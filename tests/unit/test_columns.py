@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dapo_megatron.models import llama
 from dapo_megatron.trainer.batching import Batch, PackingRules, load_batch
-from dapo_megatron.trainer.columns import gather_column, pick_column, response_sums
+from dapo_megatron.trainer.columns import gather_column, response_sums
 from dapo_megatron.trainer.parallel import Layout
 from tests.batches import make_batch, make_config
 from tests.unit.config_helpers import LLAMA
@@ -57,7 +57,7 @@ def test_what_is_gathered_is_what_was_picked(
     assert batch.num_updates == 2
     assert len(batch.micro_batches()) > 4 or batch.header.truncated.all()
     column = random_column(batch, seed)
-    gathered = gather_column(batch, pick_column(batch, column), layout)
+    gathered = gather_column(batch, batch.pick(column), layout)
     assert gathered.dtype == torch.float32
     assert torch.equal(gathered, torch.where(of_filtered(batch), 0.0, column))
 
@@ -95,7 +95,7 @@ def test_response_sums(batch_of: MakeBatch, layout: Layout, truncated: list[int]
     """Equal to a loop over responses, in fp64; 0 for the empty and the filtered ones."""
     batch = batch_of(truncated)
     column = random_column(batch)
-    sums = response_sums(batch, pick_column(batch, column), layout)
+    sums = response_sums(batch, batch.pick(column), layout)
     assert sums.dtype == torch.float64
     lengths = batch.header.response_lengths.tolist()
     for response, values in enumerate(column.split(lengths)):
@@ -108,4 +108,4 @@ def test_response_sums(batch_of: MakeBatch, layout: Layout, truncated: list[int]
 def test_values_of_lower_precision_are_gathered_in_fp32(batch_of: MakeBatch, layout: Layout) -> None:
     batch = batch_of()
     column = random_column(batch).bfloat16()
-    assert torch.equal(gather_column(batch, pick_column(batch, column), layout), column.float())
+    assert torch.equal(gather_column(batch, batch.pick(column), layout), column.float())

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dapo_megatron.algorithm.advantage import GroupEstimator, gae, group_advantages, response_advantages
-from dapo_megatron.algorithm.process_rewards import batch_advantages, process_advantages, step_tensors, token_rewards
+from dapo_megatron.algorithm.process_rewards import process_advantages, token_rewards
 from dapo_megatron.config.algorithm import AdvantageConfig
 from dapo_megatron.rollout.blocks import build_batch
+from dapo_megatron.trainer.advantages import batch_advantages, step_tensors
 from dapo_megatron.types import BatchHeader, Group, Prompt, Sample, Steps
 
 Step = tuple[int, int, float]  # response, place, reward
