@@ -11,6 +11,7 @@ from dapo_megatron.config.precision import ALIGNMENT, Fp8Config, Recipe
 from dapo_megatron.config.training import OptimizerConfig, ParallelConfig, RecomputeModule, TrainingConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.placement import chunk_layers
 
 Version = tuple[int, int]
 
@@ -177,12 +178,14 @@ def _check_bf16_layers(architecture: Architecture, fp8: Fp8Config, parallel: Par
                     f"training.fp8.{key}={count} is read with training.fp8.first_last_layers_bf16=true only"
                 )
         return
-    per_stage = architecture.num_layers // parallel.pipeline
-    for key, count in counts.items():
-        if count > per_stage:
+    stages = [0] * parallel.pipeline
+    for i, layers in enumerate(chunk_layers(architecture.num_layers, parallel)):
+        stages[i % parallel.pipeline] += len(layers)
+    for (key, count), held in zip(counts.items(), (stages[0], stages[-1]), strict=True):
+        if count > held:
             raise UserError(
-                f"training.fp8.{key}={count} exceeds the {per_stage} layers of a pipeline stage of {model} "
-                f"(parallel.pipeline={parallel.pipeline}); use at most {per_stage}"
+                f"training.fp8.{key}={count} exceeds the {held} layers of a pipeline stage of {model} "
+                f"(parallel.pipeline={parallel.pipeline}); use at most {held}"
             )
     total = sum(counts.values())
     if not total:

@@ -1,6 +1,6 @@
 """The policy: which model, which layout, how it is updated."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -25,9 +25,16 @@ class ParallelConfig(Section):
         description="Sequence parallelism: norms and residuals are split over the tensor-parallel ranks. Needs "
         "tensor > 1; experts with tensor > 1 need it.",
     )
-    pipeline: int = Field(1, ge=1, description="Pipeline stages; must divide the layers.")
+    pipeline: int = Field(
+        1, ge=1, description="Pipeline stages; must divide the layers, unless `pipeline_layers` says how many each has."
+    )
     virtual_pipeline: int = Field(
         1, ge=1, description="Model chunks per pipeline stage (interleaved schedule). More than 1 needs pipeline > 1."
+    )
+    pipeline_layers: list[int] | None = Field(
+        None,
+        description="Layers of each model chunk, in the order of the model: pipeline x virtual_pipeline numbers, for "
+        "stages that are not alike (the first also has the embedding, the last the output layer). null: equal.",
     )
     context: int = Field(
         1, ge=1, description="Context-parallel size: each sequence is split over this many ranks, load-balanced."
@@ -43,9 +50,9 @@ class ParallelConfig(Section):
         """Ranks that hold one copy of the dense model and share each micro-batch."""
         return self.tensor * self.pipeline * self.context
 
-    def layout(self, ranks: int) -> dict[str, int]:
-        """What a saved state and the run that continues from it must have in common, for `ranks` ranks."""
-        sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    def layout(self, ranks: int) -> dict[str, Any]:
+        """What a state as it lies in the optimizer's buffers and the run that loads it have in common."""
+        sizes = ("tensor", "pipeline", "virtual_pipeline", "pipeline_layers", "context", "expert", "expert_tensor")
         return {name: getattr(self, name) for name in sizes} | {"data": ranks // self.model_ranks}
 
     @property

@@ -45,6 +45,13 @@ def require(condition: bool, config: dict[str, Any], key: str, rule: str) -> Non
         raise UserError(f"config.json: {key}={config.get(key)!r} is not supported: {rule}")
 
 
+def positive(config: dict[str, Any], key: str) -> int:
+    """A whole number of at least 1 that a Hugging Face config must state."""
+    value = config.get(key)
+    require(isinstance(value, int) and value > 0, config, key, "it must be a number of at least 1")
+    return int(config[key])
+
+
 def rope_theta(config: dict[str, Any]) -> float:
     """The rotary base, from `rope_parameters` (transformers 5) or `rope_theta` (4).
 

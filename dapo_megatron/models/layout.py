@@ -84,16 +84,33 @@ def _check_pipeline(architecture: Architecture, parallel: ParallelConfig, model:
             f"parallel.virtual_pipeline={chunks} needs parallel.pipeline > 1: it interleaves the chunks of several "
             "stages; use 1"
         )
+    if parallel.pipeline_layers is not None:
+        _check_pipeline_layers(architecture, parallel, model)
+        return
     if architecture.num_layers % stages:
         raise UserError(
             f"parallel.pipeline={stages} does not divide {architecture.num_layers} layers of {model}; "
-            f"use {_either(_divisors(architecture.num_layers))}"
+            f"use {_either(_divisors(architecture.num_layers))}, or say in parallel.pipeline_layers how many each has"
         )
     per_stage = architecture.num_layers // stages
     if per_stage % chunks:
         raise UserError(
             f"parallel.virtual_pipeline={chunks} does not divide the {per_stage} layers of each of the {stages} "
             f"pipeline stages of {model}; use {_either(_divisors(per_stage))}"
+        )
+
+
+def _check_pipeline_layers(architecture: Architecture, parallel: ParallelConfig, model: str) -> None:
+    layers, chunks = parallel.pipeline_layers or [], parallel.pipeline * parallel.virtual_pipeline
+    if len(layers) != chunks:
+        raise UserError(
+            f"parallel.pipeline_layers={layers} has {len(layers)} numbers; it needs parallel.pipeline x "
+            f"parallel.virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} = {chunks}"
+        )
+    if min(layers) < 1 or sum(layers) != architecture.num_layers:
+        raise UserError(
+            f"parallel.pipeline_layers={layers} must be numbers of at least 1 that add up to the "
+            f"{architecture.num_layers} layers of {model}; they add up to {sum(layers)}"
         )
 
 

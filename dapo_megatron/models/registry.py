@@ -1,20 +1,28 @@
-"""From a checkpoint folder to its architecture."""
+"""From a checkpoint folder to its architecture and its family. Families are the modules of `models/families`."""
 
+import importlib
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 from dapo_megatron.errors import UserError
-from dapo_megatron.models import SUPPORTED_ARCHITECTURES, llama, qwen2, qwen3, qwen3_moe
+from dapo_megatron.models import families
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.families import Family
 
-_FAMILIES = {
-    "LlamaForCausalLM": llama.architecture,
-    "Qwen2ForCausalLM": qwen2.architecture,
-    "Qwen3ForCausalLM": qwen3.architecture,
-    "Qwen3MoeForCausalLM": qwen3_moe.architecture,
+_FAMILIES: dict[str, Family] = {
+    hf_class: module.FAMILY
+    for name in sorted(info.name for info in pkgutil.iter_modules(families.__path__))
+    for module in [importlib.import_module(f"{families.__name__}.{name}")]
+    for hf_class in module.FAMILY.hf_classes
 }
-assert tuple(_FAMILIES) == SUPPORTED_ARCHITECTURES
+SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
+
+
+def family_of(arch: Architecture) -> Family:
+    """The family of an architecture."""
+    return _FAMILIES[arch.hf_class]
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -49,4 +57,4 @@ def architecture_of(folder: str | Path) -> Architecture:
             f"model.path: {Path(folder) / 'config.json'} names the architecture {names[0]}; "
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return family(config)
+    return family.architecture(config)

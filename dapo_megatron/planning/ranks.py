@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.placement import chunk_layers
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ def rank_places(parallel: ParallelConfig, num_ranks: int, num_layers: int) -> li
     dense = (parallel.tensor, parallel.context, num_ranks // parallel.model_ranks, stages)
     expert_data = num_ranks // (parallel.expert_tensor * parallel.expert * stages)
     experts = (parallel.expert_tensor, parallel.expert, expert_data, stages)
+    chunks = chunk_layers(num_layers, parallel)
     places = []
     for rank in range(num_ranks):
         tensor, context, data, pipeline = _coordinates(rank, dense)
         expert_tensor, expert, _, _ = _coordinates(rank, experts)
-        layers = _layers(pipeline, stages, parallel.virtual_pipeline, num_layers)
+        layers = tuple(chunks[pipeline::stages])
         places.append(RankPlace(rank, tensor, context, data, pipeline, expert_tensor, expert, layers))
     return places
 
@@ -50,13 +52,6 @@ def _coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
         rank, coordinate = divmod(rank, size)
         coordinates.append(coordinate)
     return coordinates
-
-
-def _layers(stage: int, stages: int, chunks: int, num_layers: int) -> tuple[range, ...]:
-    """Layers of a pipeline stage: chunk after chunk, every stage has one of each round through the pipeline."""
-    length = num_layers // (stages * chunks)
-    starts = [(chunk * stages + stage) * length for chunk in range(chunks)]
-    return tuple(range(start, start + length) for start in starts)
 
 
 def parameters_held(arch: Architecture, parallel: ParallelConfig, place: RankPlace) -> int:

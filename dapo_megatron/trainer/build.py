@@ -18,11 +18,13 @@ from dapo_megatron.config.training import ParallelConfig, TrainingConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.layout import check_layout
-from dapo_megatron.models.sharding import Reader
-from dapo_megatron.models.table import EMBEDDING, OUTPUT, Parameter, hf_shapes, parameter_table
+from dapo_megatron.models.parameters import EMBEDDING, OUTPUT, Parameter
+from dapo_megatron.models.placement import Placement, chunk_layers
+from dapo_megatron.models.sharding import Reader, load_shard, merge_shards
+from dapo_megatron.models.table import hf_shapes, parameter_table
 from dapo_megatron.trainer import device, no_te
 from dapo_megatron.trainer.attention import PackedRotary
-from dapo_megatron.trainer.layers import Backend, block_spec, fusion_fields, resolve_backend, te_parameter_name
+from dapo_megatron.trainer.layers import Backend, block_spec, fusion_fields, resolve_backend
 from dapo_megatron.trainer.log_probs import token_log_probs
 from dapo_megatron.trainer.precision import high_precision, transformer_fields
 
@@ -44,6 +46,7 @@ class ModelChunk(GPTModel):  # type: ignore[misc]
     """
 
     arch: Architecture
+    parallel: ParallelConfig
     backend: Backend
 
 
@@ -143,6 +146,7 @@ def transformer_config(
         "sequence_parallel": parallel.sequence,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "pipeline_model_parallel_layout": _pipeline_layout(arch, parallel),
         "context_parallel_size": parallel.context,
         "cp_comm_type": parallel.context_comm,
         "expert_model_parallel_size": parallel.expert,
@@ -159,6 +163,16 @@ def transformer_config(
         fields |= _expert_fields(arch, training)
     fusions = fusion_fields(backend, cuda=device.has_cuda(), weight_gradient=no_te.has_fused_weight_gradient())
     return TransformerConfig(**fields, **fusions, **transformer_fields(training), **device.model_config_overrides())
+
+
+def _pipeline_layout(arch: Architecture, parallel: ParallelConfig) -> list[list[str]] | None:
+    """What each model chunk consists of, for megatron; None where its own equal division is meant."""
+    if parallel.pipeline_layers is None:
+        return None
+    chunks = [["decoder"] * len(layers) for layers in chunk_layers(arch.num_layers, parallel)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def _expert_fields(arch: Architecture, training: TrainingConfig) -> dict[str, Any]:
@@ -224,7 +238,7 @@ def _build_chunks(
         )
         if backend == "local":
             model.rotary_pos_emb = PackedRotary(arch.head_dim, arch.rope_theta)
-        model.arch, model.backend = arch, backend
+        model.arch, model.parallel, model.backend = arch, parallel, backend
         model.to(device=device.current_device(), dtype=config.params_dtype)
         _separate_experts(model)
         chunks.append(model)
@@ -249,19 +263,14 @@ def local_rows(model: ModelChunk) -> Iterator[tuple[str, Parameter]]:
     first_expert = experts * parallel_state.get_expert_model_parallel_rank()
     held = dict(model.named_parameters())
     for row in parameter_table(model.arch):
-        name = row.name
-        if row.layer is not None:
-            if not 0 <= row.layer - offset < len(model.decoder.layers):
-                continue
-            name = name.replace(f"layers.{row.layer}.", f"layers.{row.layer - offset}.", 1)
-        if row.expert is not None:
-            if not 0 <= row.expert - first_expert < experts:
-                continue
-            name = name.replace(f"local_experts.{row.expert}.", f"local_experts.{row.expert - first_expert}.", 1)
+        layer, expert = row.layer, row.expert
+        if layer is not None and not 0 <= (layer := layer - offset) < len(model.decoder.layers):
+            continue
+        if expert is not None and not 0 <= (expert := expert - first_expert) < experts:
+            continue
+        name = row.local_name(layer, expert, te=model.backend == "te")
         if row.name == EMBEDDING and not model.pre_process and model.share_embeddings_and_output_weights:
             name = OUTPUT  # the last stage's copy of tied embeddings
-        if model.backend == "te":
-            name = te_parameter_name(name, model.arch)
         if name in held:
             yield name, row
 
@@ -289,7 +298,7 @@ def load_weights(model: ModelChunk, read: Reader) -> dict[str, Tensor]:
                     f"but config.json asks for {shapes[hf_name]}"
                 )
         group = _shard_group(row)
-        shards[name] = row.rule.load(read, row.hf_names, group.rank(), group.size())
+        shards[name] = load_shard(row.rule, read, row.hf_names, group.rank(), group.size())
         parameters.pop(name).copy_(shards[name])
     if isinstance(model, ValueModel) and model.post_process:
         shards[OUTPUT] = parameters.pop(OUTPUT).detach()
@@ -323,6 +332,7 @@ def export_weights(
         value: what to export of a parameter, of its shape (its data; a test exports its gradient).
     """
     model = chunks[0]
+    placement = Placement(model.arch, model.parallel)
     held: dict[str, torch.nn.Parameter] = {}
     for chunk in chunks:
         parameters = dict(chunk.named_parameters())
@@ -334,8 +344,8 @@ def export_weights(
         whole: list[Tensor] | None = None
         if row.name in held:
             shard = value(held[row.name]).contiguous()
-            whole = row.rule.merge(_gather(shard, _shard_group(row)) if row.rule.tensor_parallel else [shard])
-        for group, owner in _owners(row, model):
+            whole = merge_shards(row.rule, _gather(shard, _shard_group(row)) if row.rule.split else [shard])
+        for group, owner in _owners(row, placement):
             if group.size() > 1:
                 whole = _broadcast(whole, [shapes[name] for name in row.hf_names], dtype, group, owner)
         assert whole is not None
@@ -350,17 +360,11 @@ def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-def _owners(row: Parameter, model: ModelChunk) -> Iterator[tuple[dist.ProcessGroup, int]]:
+def _owners(row: Parameter, placement: Placement) -> Iterator[tuple[dist.ProcessGroup, int]]:
     """The groups over which a row's tensors are spread, in the order of their broadcasts, and who has them there."""
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    stages = pipeline.size()
-    stage = 0 if row.name == EMBEDDING else stages - 1
-    if row.layer is not None:
-        chunk_layers = model.arch.num_layers // (stages * (model.config.virtual_pipeline_model_parallel_size or 1))
-        stage = row.layer // chunk_layers % stages  # chunks go round the stages
+    pipeline, stage = parallel_state.get_pipeline_model_parallel_group(), placement.stage(row)
     if row.expert is not None and pipeline.rank() == stage:
-        experts = parallel_state.get_expert_model_parallel_group()
-        yield experts, row.expert // (model.arch.num_experts // experts.size())
+        yield parallel_state.get_expert_model_parallel_group(), placement.expert_owner(row)
     yield pipeline, stage
 
 

@@ -1,6 +1,5 @@
 """Which modules a decoder layer is made of: megatron-core's with our attention and norms, or Transformer Engine's."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -75,19 +74,6 @@ def te_layer_spec(arch: Architecture) -> ModuleSpec:
         moe_grouped_gemm=arch.num_experts > 0,
         qk_layernorm=arch.qk_norm,
     )
-
-
-def te_parameter_name(name: str, arch: Architecture) -> str:
-    """The name that a parameter of the table has in Transformer Engine's layers.
-
-    Args:
-        name: a name of `local_layer_spec`'s model, with layer and expert numbers of any counting.
-        arch: the model; the norm in front of a router is not fused into anything.
-    """
-    name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-    if arch.num_experts:
-        return re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name)
-    return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 
 def te_packed(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:

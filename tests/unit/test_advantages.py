@@ -13,7 +13,7 @@ from torch import Tensor
 from dapo_megatron.algorithm.advantage import gae, response_advantages, whitened
 from dapo_megatron.algorithm.dpo import dpo
 from dapo_megatron.config.algorithm import AlgorithmConfig
-from dapo_megatron.models import llama
+from dapo_megatron.models.families import llama
 from dapo_megatron.trainer.advantages import batch_advantages, set_advantages
 from dapo_megatron.trainer.batching import Batch, PackingRules, load_batch
 from dapo_megatron.trainer.columns import gather_column

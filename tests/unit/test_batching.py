@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.algorithm.aggregation import Aggregation, aggregate
 from dapo_megatron.errors import UserError
-from dapo_megatron.models import llama
+from dapo_megatron.models.families import llama
 from dapo_megatron.trainer.batching import Batch, MicroBatch, PackingRules, build_batch, plan_batch, share_of
 from dapo_megatron.trainer.packing import CostModel
 from dapo_megatron.trainer.parallel import Layout

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_megatron.models import llama
+from dapo_megatron.models.families import llama
 from dapo_megatron.trainer.batching import Batch, PackingRules, load_batch
 from dapo_megatron.trainer.columns import gather_column, response_sums
 from dapo_megatron.trainer.parallel import Layout

@@ -33,8 +33,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from dapo_megatron.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
-from dapo_megatron.models import llama
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.families import llama
 from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer import device
 from dapo_megatron.trainer.build import PolicyModel, build_model

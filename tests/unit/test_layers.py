@@ -24,12 +24,13 @@ from dapo_megatron.trainer.attention import PackedCoreAttention, RMSNorm
 from dapo_megatron.trainer.build import transformer_config
 from dapo_megatron.trainer.parallel import Layout
 
-SIZES = ("", 2, 32, 4, 2, 8, 48, 64, 1e-6, 1e4, 128)
+SIZES = (2, 32, 4, 2, 8, 48, 64, 1e-6, 1e4, 128)
 ARCHITECTURES = {
-    "llama": Architecture(*SIZES, tied_embeddings=False, qkv_bias=False),
-    "qwen2": Architecture(*SIZES, tied_embeddings=False, qkv_bias=True),
-    "qwen3": Architecture(*SIZES, tied_embeddings=False, qkv_bias=False, qk_norm=True),
+    "llama": Architecture("LlamaForCausalLM", *SIZES, tied_embeddings=False, qkv_bias=False),
+    "qwen2": Architecture("Qwen2ForCausalLM", *SIZES, tied_embeddings=False, qkv_bias=True),
+    "qwen3": Architecture("Qwen3ForCausalLM", *SIZES, tied_embeddings=False, qkv_bias=False, qk_norm=True),
     "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
         *SIZES,
         tied_embeddings=False,
         qkv_bias=False,
@@ -229,7 +230,8 @@ def test_te_layer_has_the_names_that_the_tables_map_to(layout: Layout, family: s
     assert block.layer_norm is Norm
     names = parameter_names(arch, block.layer_specs[0])
     prefix = "decoder.layers.0."
-    mapped = {layers.te_parameter_name(prefix + name, arch).removeprefix(prefix) for name in table_names(arch)}
+    rows = [row for row in parameter_table(arch) if row.layer == 0]
+    mapped = {row.local_name(0, row.expert, te=True).removeprefix(prefix) for row in rows}
     assert names == mapped
     assert len(mapped) == len(table_names(arch))
 
@@ -252,23 +254,23 @@ def test_both_backends_save_norms_under_the_same_keys(layout: Layout, family: st
     assert keys(layers.local_layer_spec(arch)) == keys(layers.te_layer_spec(arch))
 
 
-def test_names_outside_layers_stay() -> None:
-    for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
-        assert layers.te_parameter_name(name, ARCHITECTURES["llama"]) == name
-
-
 @pytest.mark.parametrize(
     ("family", "name", "expected"),
     [
         ("llama", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         ("qwen3_moe", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
-        ("qwen3_moe", "mlp.experts.local_experts.13.linear_fc2.weight", "mlp.experts.linear_fc2.weight13"),
+        ("qwen3_moe", "mlp.experts.local_experts.3.linear_fc2.weight", "mlp.experts.linear_fc2.weight1"),
         ("qwen3", "self_attention.q_layernorm.weight", "self_attention.q_layernorm.weight"),
     ],
 )
 def test_te_names(family: str, name: str, expected: str) -> None:
-    mapped = layers.te_parameter_name(f"decoder.layers.11.{name}", ARCHITECTURES[family])
-    assert mapped == f"decoder.layers.11.{expected}"
+    """In a chunk whose layers begin at number 1 and whose experts begin at number 2."""
+    rows = {row.name: row for row in parameter_table(ARCHITECTURES[family])}
+    row = rows[f"decoder.layers.1.{name}"]
+    expert = None if row.expert is None else row.expert - 2
+    assert row.local_name(0, expert, te=True) == f"decoder.layers.0.{expected}"
+    outside = rows["decoder.final_layernorm.weight"]
+    assert outside.local_name(None, None, te=True) == outside.name
 
 
 # --- packed sequences --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from config_helpers import LLAMA, QWEN3_MOE
 
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
-from dapo_megatron.models import llama, qwen3_moe
+from dapo_megatron.models.families import llama, qwen3_moe
 from dapo_megatron.models.layout import check_layout, check_ranks
 
 DENSE = llama.architecture(LLAMA)  # 9 heads, 3 KV heads, 6 layers, MLP 96

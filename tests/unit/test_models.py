@@ -17,9 +17,8 @@ from dapo_megatron.checkpoint.export import export_hf
 from dapo_megatron.checkpoint.hf import HFReader
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
-from dapo_megatron.models import SUPPORTED_ARCHITECTURES
 from dapo_megatron.models.architecture import Architecture
-from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.models.registry import SUPPORTED_ARCHITECTURES, architecture_of
 from dapo_megatron.trainer.build import build_model, load_weights
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy

@@ -10,8 +10,10 @@ import torch
 
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.parameters import EMBEDDING, Parameter
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.models.table import EMBEDDING, Parameter, hf_shapes, parameter_table
+from dapo_megatron.models.sharding import load_shard
+from dapo_megatron.models.table import hf_shapes, parameter_table
 from dapo_megatron.planning.ranks import RankPlace, parameters_held, rank_places
 from dapo_megatron.trainer import device
 
@@ -119,7 +121,7 @@ def loaded(arch: Architecture, parallel: ParallelConfig, place: RankPlace) -> in
             rank, size = place.expert_tensor, parallel.expert_tensor
         copy = arch.tied_embeddings and row.name == EMBEDDING and place.pipeline == parallel.pipeline - 1 > 0
         if is_held(row, place, parallel, arch) or copy:
-            total += row.rule.load(read, row.hf_names, rank, size).numel()
+            total += load_shard(row.rule, read, row.hf_names, rank, size).numel()
     return total
 
 

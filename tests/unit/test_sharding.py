@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.models.sharding import FusedQKV, GateUp, Replicated, ShardRule, Split
+from dapo_megatron.models.rules import FusedQKV, GateUp, Replicated, Rule, Split
+from dapo_megatron.models.sharding import load_shard, merge_shards
 from dapo_megatron.models.table import hf_shapes, parameter_table
 
 Stretch = tuple[str, int | None, int, int]
@@ -38,48 +39,48 @@ def labelled(label: int, rows: int, columns: int = 3) -> Tensor:
     return (100.0 * label + torch.arange(rows, dtype=torch.float32))[:, None].expand(rows, columns).clone()
 
 
-def shards_of(rule: ShardRule, tensors: dict[str, Tensor], size: int) -> list[Tensor]:
-    return [rule.load(RecordingReader(tensors), list(tensors), rank, size) for rank in range(size)]
+def shards_of(rule: Rule, tensors: dict[str, Tensor], size: int) -> list[Tensor]:
+    return [load_shard(rule, RecordingReader(tensors), list(tensors), rank, size) for rank in range(size)]
 
 
 def test_qkv_rows_are_interleaved_per_query_group() -> None:
     """4 heads and 2 groups: q0 q1 k0 v0 q2 q3 k1 v1."""
     q, k, v = labelled(1, 8), labelled(2, 4), labelled(3, 4)  # two rows per head
-    (whole,) = shards_of(FusedQKV(4, 2, 2), {"q": q, "k": k, "v": v}, 1)
+    (whole,) = shards_of(FusedQKV(4, 2, 2, 3), {"q": q, "k": k, "v": v}, 1)
     rows = [100, 101, 102, 103, 200, 201, 300, 301, 104, 105, 106, 107, 202, 203, 302, 303]
     assert whole[:, 0].tolist() == rows
 
 
 def test_gate_and_up_lie_one_after_the_other_on_each_rank() -> None:
-    shards = shards_of(GateUp(4), {"gate": labelled(1, 4), "up": labelled(2, 4)}, 2)
+    shards = shards_of(GateUp(4, 3), {"gate": labelled(1, 4), "up": labelled(2, 4)}, 2)
     assert [shard[:, 0].tolist() for shard in shards] == [[100, 101, 200, 201], [102, 103, 202, 203]]
 
 
 def test_vocabulary_that_does_not_divide_is_padded_with_zeros() -> None:
     whole = labelled(1, 151)
-    shards = shards_of(Split(0, 151), {"embedding": whole}, 4)
+    shards = shards_of(Split(0, (151, 3)), {"embedding": whole}, 4)
     assert [shard.shape[0] for shard in shards] == [38] * 4
     assert not shards[3][37:].any()
     assert shards[3][36, 0] == 250
-    (merged,) = Split(0, 151).merge(shards)
+    (merged,) = merge_shards(Split(0, (151, 3)), shards)
     assert torch.equal(merged, whole)
 
 
 def test_rank_past_the_end_of_the_vocabulary_holds_padding_only() -> None:
-    shards = shards_of(Split(0, 5), {"embedding": labelled(1, 5)}, 4)  # 2 + 2 + 1 + 0 rows
+    shards = shards_of(Split(0, (5, 3)), {"embedding": labelled(1, 5)}, 4)  # 2 + 2 + 1 + 0 rows
     assert [shard.shape[0] for shard in shards] == [2] * 4
     assert not shards[3].any()
-    assert torch.equal(Split(0, 5).merge(shards)[0], labelled(1, 5))
+    assert torch.equal(merge_shards(Split(0, (5, 3)), shards)[0], labelled(1, 5))
 
 
-CASES: dict[str, tuple[ShardRule, dict[str, tuple[int, ...]]]] = {
-    "qkv": (FusedQKV(8, 4, 2), {"q": (16, 3), "k": (8, 3), "v": (8, 3)}),
-    "qkv bias": (FusedQKV(8, 4, 2), {"q": (16,), "k": (8,), "v": (8,)}),
-    "gate and up": (GateUp(8), {"gate": (8, 3), "up": (8, 3)}),
-    "columns": (Split(1, 12), {"down": (3, 12)}),
-    "rows": (Split(0, 12), {"embedding": (12, 3)}),
-    "padded rows": (Split(0, 151), {"embedding": (151, 3)}),
-    "norm": (Replicated(), {"norm": (7,)}),
+CASES: dict[str, tuple[Rule, dict[str, tuple[int, ...]]]] = {
+    "qkv": (FusedQKV(8, 4, 2, 3), {"q": (16, 3), "k": (8, 3), "v": (8, 3)}),
+    "qkv bias": (FusedQKV(8, 4, 2, None), {"q": (16,), "k": (8,), "v": (8,)}),
+    "gate and up": (GateUp(8, 3), {"gate": (8, 3), "up": (8, 3)}),
+    "columns": (Split(1, (3, 12)), {"down": (3, 12)}),
+    "rows": (Split(0, (12, 3)), {"embedding": (12, 3)}),
+    "padded rows": (Split(0, (151, 3)), {"embedding": (151, 3)}),
+    "norm": (Replicated((7,)), {"norm": (7,)}),
 }
 
 
@@ -91,7 +92,7 @@ def test_round_trip_is_exact(name: str, size: int, dtype: torch.dtype) -> None:
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     shards = shards_of(rule, tensors, size)
     assert len({shard.shape for shard in shards}) == 1
-    for merged, original in zip(rule.merge(shards), tensors.values(), strict=True):
+    for merged, original in zip(merge_shards(rule, shards), tensors.values(), strict=True):
         assert merged.dtype == dtype
         assert torch.equal(merged, original)
 
@@ -110,7 +111,7 @@ def test_rank_reads_only_its_own_stretches(name: str, expected: list[Stretch]) -
     """Rank 2 of 4."""
     rule, shapes = CASES[name]
     reader = RecordingReader({name: torch.zeros(shape) for name, shape in shapes.items()})
-    rule.load(reader, list(shapes), 2, 4)
+    load_shard(rule, reader, list(shapes), 2, 4)
     assert reader.asked == expected
 
 
@@ -178,10 +179,10 @@ def test_shards_of_all_ranks_make_the_checkpoint(
             if row.expert not in per_owner if row.expert is not None else owner != 0:
                 continue
             size = tensor if row.expert is None else expert_tensor
-            shards = [row.rule.load(reader, row.hf_names, rank, size) for rank in range(size)]
+            shards = [load_shard(row.rule, reader, row.hf_names, rank, size) for rank in range(size)]
             shape = expected.get(".".join(row.name.split(".")[-2:]), tuple(shards[0].shape))
             assert [tuple(shard.shape) for shard in shards] == [shape] * size, row.name
-            for name, whole in zip(row.hf_names, row.rule.merge(shards), strict=True):
+            for name, whole in zip(row.hf_names, merge_shards(row.rule, shards), strict=True):
                 assert name not in merged
                 merged[name] = whole
     assert merged.keys() == reader.tensors.keys()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dapo_megatron.models.architecture import Architecture, dense_architecture, require, require_full_attention
+from dapo_megatron.models.families import Family, llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -13,3 +14,6 @@ def architecture(config: dict[str, Any]) -> Architecture:
         require(config.get(key) is not None, config, key, "Qwen3 must state it")
     require_full_attention(config)
     return dense_architecture(config, qkv_bias=False, qk_norm=True)
+
+
+FAMILY = Family(("Qwen3ForCausalLM",), architecture, llama.parameters)
