@@ -1,4 +1,4 @@
-# make setup | quickstart | ablation | test | lint | docs | model | clean
+# make setup | quickstart | ablation | journey | test | lint | docs | model | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
@@ -20,12 +20,13 @@ MODEL := models/SmolLM2-135M
 REQUIREMENTS := requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 STAMP = $(VENV)/installed-$(shell cat $(REQUIREMENTS) | sha256sum | cut -c1-16)
 
-.PHONY: help setup model quickstart ablation test unit distributed fleet lint docs clean
+.PHONY: help setup model quickstart ablation journey test unit distributed fleet lint docs clean
 
 help:
 	@echo "make setup         environment in $(VENV): CPU versions of everything (2.4 GB; about a minute on an idle machine)"
 	@echo "make quickstart    train SmolLM2-135M to add two-digit numbers; NPROC=2 for two ranks, STEPS=n to change the length"
 	@echo "make ablation      what each part of DAPO does, 70 runs of a tiny model; SEEDS=n, JOBS=n, ARMS=a,b to run less"
+	@echo "make journey       one model through every format: convert, train, reshard, train, export, compare"
 	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
 	@echo "make lint          ruff, mypy, shellcheck and hadolint"
 	@echo "make docs          docs/configuration.md from the config models"
@@ -64,6 +65,10 @@ ablation: setup
 	@$(BIN)/python -m examples.ablation.make_model models/chain-sum-tiny
 	$(BIN)/python -m examples.ablation.run --seeds $(SEEDS) --jobs $(JOBS) $(if $(ARMS),--arms $(ARMS))
 
+# Hugging Face -> Megatron -> training -> another layout -> training -> Hugging Face -> transformers and vLLM.
+journey: model
+	examples/checkpoints/journey.sh $(MODEL) runs/journey
+
 test: unit distributed fleet
 
 unit distributed fleet: setup
@@ -73,7 +78,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/shellcheck launch/*.sh examples/*/*.sh .ci/run
 	$(BIN)/hadolint Dockerfile
 
 docs: setup

@@ -1,6 +1,7 @@
 """Writing files so that a crash leaves the old one or the new one, never half of one."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -20,3 +21,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     fsync(beside)
     beside.rename(path)
     fsync(path.parent)
+
+
+def replace_folder(folder: Path, beside: Path) -> None:
+    """Give `beside`, a complete folder in the same parent, the name `folder`. One that has it stays until then."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    beside.rename(folder)
+    fsync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,17 @@
-"""Hugging Face checkpoints, read and written tensor by tensor. Importing this package loads no torch."""
+"""Checkpoints in Hugging Face's and in Megatron's form, read and written tensor by tensor. Importing this package loads
+no torch.
+"""
+
+from pathlib import Path
 
 SINGLE = "model.safetensors"  # all weights, where one file is enough
 INDEX = "model.safetensors.index.json"  # else: which file holds which tensor
+
+# Of every distributed checkpoint of Megatron, beside its `*.distcp`.
+MEGATRON_FILES = (".metadata", "metadata.json", "common.pt")
+
+
+def is_megatron(folder: str | Path) -> bool:
+    """Whether a folder holds Megatron's distributed checkpoint, complete or not, in place of safetensors."""
+    folder = Path(folder)
+    return (folder / MEGATRON_FILES[0]).exists() or any(folder.glob("*.distcp"))

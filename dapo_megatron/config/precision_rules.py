@@ -120,7 +120,9 @@ def _check_recompute(architecture: Architecture, training: TrainingConfig, model
         return
     if not modules:
         raise UserError("training.recompute=selective with empty training.recompute_modules recomputes nothing")
-    unfit = {"mlp"} if architecture.num_experts else {"moe", "moe_act"}
+    unfit = set() if architecture.has_dense_layers else {"mlp"}
+    if not architecture.num_experts:
+        unfit = {"moe", "moe_act"}
     if wrong := sorted(unfit.intersection(modules)):
         has = "experts in every layer" if architecture.num_experts else "no experts"
         raise UserError(
@@ -200,16 +202,14 @@ def _check_bf16_layers(architecture: Architecture, fp8: Fp8Config, parallel: Par
 def _check_dimensions(architecture: Architecture, recipe: Recipe, parallel: ParallelConfig, model: str) -> None:
     """Rows and columns that a rank holds of each weight are multiples of the recipe's alignment."""
     multiple = ALIGNMENT[recipe]
-    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-    sizes = [
-        ("hidden size", architecture.hidden_size, "", 1),
-        ("query, key and value rows", (heads + 2 * kv_heads) * architecture.head_dim, "tensor", parallel.tensor),
-        ("attention output", heads * architecture.head_dim, "tensor", parallel.tensor),
-    ]
+    sizes = [("hidden size", architecture.hidden_size, "", 1), *_attention_sizes(architecture, parallel)]
+    tensor = ("tensor", parallel.tensor)
+    if architecture.has_dense_layers:
+        sizes.append(("MLP size", architecture.ffn_size, *tensor))
     if architecture.num_experts:
         sizes.append(("MLP size of each expert", architecture.expert_ffn_size, "expert_tensor", parallel.expert_tensor))
-    else:
-        sizes.append(("MLP size", architecture.ffn_size, "tensor", parallel.tensor))
+    if architecture.shared_ffn_size:
+        sizes.append(("MLP size of the shared experts", architecture.shared_ffn_size, *tensor))
     for name, size, key, ranks in sizes:
         if size % (multiple * ranks):
             split = f" / parallel.{key}={ranks}" if ranks > 1 else ""
@@ -217,6 +217,23 @@ def _check_dimensions(architecture: Architecture, recipe: Recipe, parallel: Para
                 f"training.fp8.recipe={recipe} needs multiples of {multiple}, but the {name} of {model}{split} is "
                 f"{size / ranks:g}; {_remedy(size, recipe, key)}"
             )
+
+
+def _attention_sizes(architecture: Architecture, parallel: ParallelConfig) -> list[tuple[str, int, str, int]]:
+    """Rows and columns of attention's weights: name, size, and over how many ranks of which key they are split."""
+    heads, kv_heads, latent = architecture.num_heads, architecture.num_kv_heads, architecture.latent
+    tensor = ("tensor", parallel.tensor)
+    output = ("attention output", heads * architecture.value_dim, *tensor)
+    if latent is None:
+        return [("query, key and value rows", (heads + 2 * kv_heads) * architecture.head_dim, *tensor), output]
+    return [
+        ("query rank", latent.query_rank or 0, "", 1),
+        ("key/value rank", latent.kv_rank, "", 1),
+        ("key/value rank with the rotated part", latent.kv_rank + latent.rope_dim, "", 1),
+        ("query rows", heads * architecture.head_dim, *tensor),
+        ("key and value rows", heads * (latent.nope_dim + latent.value_dim), *tensor),
+        output,
+    ]
 
 
 def _remedy(size: int, recipe: Recipe, key: str) -> str:

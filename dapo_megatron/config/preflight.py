@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.checkpoint import INDEX, SINGLE
+from dapo_megatron.checkpoint import INDEX, MEGATRON_FILES, SINGLE, is_megatron
 from dapo_megatron.config.critic_view import critic_config, critic_keys
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.precision_rules import check_precision
@@ -26,7 +26,7 @@ from dapo_megatron.models.layout import check_layout, check_ranks
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.rewards.function import check_function
 from dapo_megatron.rollout.server import check_vllm
-from dapo_megatron.run_state.store import latest_state, read_run
+from dapo_megatron.run_state.store import latest_state, read_run, same_layout
 
 SAMPLE = 256  # prompts encoded to find one that fits, before all are
 TOKENIZER = "tokenizer.json"
@@ -151,9 +151,21 @@ def check_weights(folder: Path) -> Architecture:
     if not folder.is_dir():
         raise UserError(f"model.path: the folder {folder} does not exist")
     architecture = architecture_of(folder)
+    if is_megatron(folder):
+        _check_megatron(folder)
+        return architecture
     for shard, names in _shards(folder).items():
         _check_shard(shard, names)
     return architecture
+
+
+def _check_megatron(folder: Path) -> None:
+    """Reading `.metadata`, which says what is in which file, takes torch: the trainer does."""
+    for name in MEGATRON_FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"model.path: {folder} has no {name}: it is no complete Megatron checkpoint")
+    if not any(folder.glob("*.distcp")):
+        raise UserError(f"model.path: {folder} has no *.distcp: it is no complete Megatron checkpoint")
 
 
 def _shards(folder: Path) -> dict[Path, set[str] | None]:
@@ -161,7 +173,9 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).exists():
-            raise UserError(f"model.path: {folder} has neither {SINGLE} nor {INDEX}")
+            raise UserError(
+                f"model.path: {folder} has neither {SINGLE} nor {INDEX}, nor is it a Megatron checkpoint (*.distcp)"
+            )
         return {folder / SINGLE: None}
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -247,10 +261,7 @@ def check_run_dir(config: Config, num_ranks: int) -> None:
         return
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, but {state} holds a saved state: choose another run.dir or remove it")
-    layout = config.parallel.layout(num_ranks)
-    saved = read_run(state)["layout"]
-    if saved != layout:
-        raise UserError(f"run.resume: {state} was saved with the layout {saved}, this run has {layout}")
+    same_layout(state, read_run(state, "layout", "step"), config.parallel.layout(num_ranks))
 
 
 def check_te(config: Config) -> None:

@@ -30,6 +30,11 @@ class RunConfig(Section):
         None, ge=1, description="Save the run state every this many steps. null: only at the end."
     )
     keep: int = Field(2, ge=1, description="Saved states kept; older ones are deleted after a new one is complete.")
+    reshardable: Literal["last", "always"] = Field(
+        "last",
+        description="Which states a run in another layout can continue from: the `last` one, or all (`always`). The "
+        "others need the layout they were saved in, and are written without gathering the optimizer's state.",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="`auto` continues from the newest saved state in `dir`; `never` refuses a folder that has one.",

@@ -11,9 +11,12 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
 
 
 class ModelConfig(Section):
-    """The Hugging Face checkpoint to start from."""
+    """The checkpoint to start from."""
 
-    path: str = Field(description="Folder with config.json, tokenizer files and safetensors.")
+    path: str = Field(
+        description="Folder with config.json, tokenizer files and weights: safetensors, or a Megatron checkpoint that "
+        "was converted or saved by a run (whose weights then start this one, in their precision, not its fp32 masters)."
+    )
 
 
 class ParallelConfig(Section):

@@ -1,18 +1,89 @@
 """The dimensions of a decoder-only transformer, read from a Hugging Face config.json."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dapo_megatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Rotary angles of Llama 3.1 and later: dimensions that turn less than `low_freq_factor` times within
+    `original_positions` tokens turn `factor` times slower, those that turn more than `high_freq_factor` times do not.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Rotary angles of YaRN (arXiv 2309.00071): dimensions that turn more than `beta_fast` times within
+    `original_positions` tokens keep their speed, those that turn less than `beta_slow` times get `factor` times slower.
+
+    `mscale`, `mscale_all_dim`: how much attention sharpens; the second belongs to the softmax's scale, what the first
+    exceeds it by to the rotated part.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: queries (where `query_rank` is a number), keys and values come from small vectors.
+
+    A head's query and key have `nope_dim` numbers without a position and `rope_dim` rotated ones; the rotated part of
+    the key is the same for all heads. Its value has `value_dim` numbers.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class SigmoidRouter:
+    """DeepSeek's router: experts are chosen by sigmoid + bias and weighted by their sigmoids, scaled to sum to `scale`.
+
+    `groups`: the experts lie in so many groups, and only those of the `groups_per_token` best, by the sums of their two
+    best experts, can be chosen.
+    """
+
+    groups: int
+    groups_per_token: int
+    scale: float
 
 
 @dataclass(frozen=True)
 class Architecture:
     """What Megatron needs to know of a model. Sizes are whole-model, before any sharding.
 
-    With experts (`num_experts` > 0) every layer has a router and `num_experts` MLPs of `expert_ffn_size`, of which each
-    token passes through the `experts_per_token` with the largest softmax weights. `norm_topk_prob`: those weights are
-    scaled to the sum 1. `ffn_size` is then of no use. `qk_norm`: RMSNorm over head_dim of each query and key head.
+    Attributes:
+        hf_class: its name in `architectures` of config.json.
+        head_dim: of a query and key; the values', too, but for `latent` attention.
+        ffn_size: of the gated MLP of a layer without experts.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        qk_norm: RMSNorm over head_dim of each query and key head.
+        num_experts: gated MLPs of `expert_ffn_size` in each layer with experts, of which every token passes through
+            `experts_per_token`: those with the largest softmax weights, or what `sigmoid_router` chooses.
+        norm_topk_prob: the weights of the chosen experts are scaled to the sum 1.
+        dense_layers: so many layers at the start have no experts.
+        shared_ffn_size: of an MLP beside the experts that every token passes through; 0: none.
+        latent: attention is latent.
+        rope_scaling: how rotary angles differ from `rope_theta`'s own.
+        activation: of the MLPs' gates; gelu_tanh is the tanh approximation.
+        zero_centered_norms: norms multiply by 1 + weight.
+        scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
+        mtp_layers: layers for multi-token prediction, which are converted and not trained.
     """
 
     hf_class: str
@@ -33,10 +104,43 @@ class Architecture:
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     norm_topk_prob: bool = True
+    sigmoid_router: SigmoidRouter | None = None
+    dense_layers: int = 0
+    shared_ffn_size: int = 0
+    latent: LatentAttention | None = None
+    rope_scaling: Llama3Scaling | YarnScaling | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    zero_centered_norms: bool = False
+    scaled_embeddings: bool = False
+    mtp_layers: int = 0
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Vocabulary rows in Megatron: rounded up so that every tensor-parallel rank holds the same number."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts instead of one MLP; layers for multi-token prediction follow the others."""
+        return self.num_experts > 0 and layer >= self.dense_layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has no experts."""
+        return not self.has_experts(0)
+
+    @property
+    def uniform_layers(self) -> bool:
+        """Whether all layers consist of the same modules. Where not, checkpoints name them one by one."""
+        return self.has_experts(0) == (self.num_experts > 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers in a head's value."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head's query and key that are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
 
 def require(condition: bool, config: dict[str, Any], key: str, rule: str) -> None:
@@ -52,33 +156,83 @@ def positive(config: dict[str, Any], key: str) -> int:
     return int(config[key])
 
 
-def rope_theta(config: dict[str, Any]) -> float:
-    """The rotary base, from `rope_parameters` (transformers 5) or `rope_theta` (4).
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of rotary positions, always with `rope_type`.
+
+    It stands under `rope_parameters` (transformers 5) or `rope_scaling` (4).
 
     Raises:
-        UserError: if the positions are scaled (another rope type than the default).
+        UserError: if only a part of each head is rotated.
     """
     parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    require(kind == "default", {"rope_type": kind}, "rope_type", "only unscaled rotary embeddings are")
-    return float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    for values in (config, parameters):
+        rule = "whole heads are rotated"
+        require(values.get("partial_rotary_factor") in (None, 1), values, "partial_rotary_factor", rule)
+    return parameters | {"rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}
 
 
-def require_full_attention(config: dict[str, Any]) -> None:
-    """Refuse layers that see only a window of the tokens before them."""
-    rule = "attention is causal over all tokens"
-    require(not config.get("use_sliding_window"), config, "use_sliding_window", rule)
-    kinds = config.get("layer_types") or ["full_attention"]
-    require(set(kinds) == {"full_attention"}, config, "layer_types", rule)
+def rope_theta(config: dict[str, Any], default: float = 10000.0) -> float:
+    """The rotary base."""
+    return float(rope_parameters(config).get("rope_theta") or config.get("rope_theta") or default)
 
 
-def dense_architecture(config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool = False) -> Architecture:
-    """The fields that all Llama-like families spell the same way.
+def rope_number(parameters: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A number above 0 among the `rope_parameters`."""
+    value = parameters.get(key, default)
+    require(isinstance(value, int | float) and value > 0, parameters, key, "the rotary positions need a number above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
+def llama3_scaling(config: dict[str, Any]) -> Llama3Scaling | None:
+    """Llama 3's scaling of rotary positions, if there is one.
+
+    Raises:
+        UserError: for any other scaling.
+    """
+    parameters = rope_parameters(config)
+    kinds = ("default", "llama3")
+    require(parameters["rope_type"] in kinds, parameters, "rope_type", f"use {' or '.join(kinds)}")
+    if parameters["rope_type"] == "default":
+        return None
+    return Llama3Scaling(
+        factor=rope_number(parameters, "factor"),
+        low_freq_factor=rope_number(parameters, "low_freq_factor"),
+        high_freq_factor=rope_number(parameters, "high_freq_factor"),
+        original_positions=int(rope_number(parameters, "original_max_position_embeddings")),
+    )
+
+
+def require_plain(config: dict[str, Any]) -> None:
+    """Refuse what no family does here, whether or not its own code in transformers would read the key."""
+    causal = "attention is causal over all tokens"
+    require(not config.get("use_sliding_window"), config, "use_sliding_window", causal)
+    require(set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}, config, "layer_types", causal)
+    require(not config.get("use_bidirectional_attention"), config, "use_bidirectional_attention", causal)
+    for key in ("attention_bias", "mlp_bias"):
+        require(not config.get(key), config, key, "the model must have no such biases")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        require(not config.get(key), config, key, "scores and logits are not capped")
+    require(config.get("pretraining_tp") in (None, 1), config, "pretraining_tp", "projections are not cut into slices")
+    rule = "the weights must be stored unquantised: dequantise the checkpoint first"
+    require(not config.get("quantization_config"), config, "quantization_config", rule)
+
+
+def dense_architecture(
+    config: dict[str, Any],
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    hidden_act: str = "silu",
+    default_theta: float = 10000.0,
+    default_tied: bool = False,
+) -> Architecture:
+    """The fields that all Llama-like families spell the same way. The other arguments are the family's own.
 
     Raises:
         UserError: if a field is missing or asks for something unsupported.
     """
-    require(config.get("hidden_act", "silu") == "silu", config, "hidden_act", "the MLP must be SwiGLU")
+    require_plain(config)
+    require(config.get("hidden_act", hidden_act) == hidden_act, config, "hidden_act", f"it must be {hidden_act}")
     try:
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -92,11 +246,37 @@ def dense_architecture(config: dict[str, Any], *, qkv_bias: bool, qk_norm: bool 
             ffn_size=int(config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
             norm_eps=float(config["rms_norm_eps"]),
-            rope_theta=rope_theta(config),
+            rope_theta=rope_theta(config, default_theta),
             max_positions=int(config["max_position_embeddings"]),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=bool(config.get("tie_word_embeddings", default_tied)),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
+            rope_scaling=llama3_scaling(config),
         )
     except KeyError as error:
         raise UserError(f"config.json: the key {error.args[0]!r} is missing") from None
+
+
+def softmax_experts(config: dict[str, Any], count_key: str, ffn_key: str, *, norm_topk_prob: bool) -> dict[str, Any]:
+    """Fields of an `Architecture` with experts in every layer and a softmax router.
+
+    Args:
+        config: a config.json.
+        count_key: says how many experts there are.
+        ffn_key: says of which size they are.
+        norm_topk_prob: see `Architecture`.
+
+    Raises:
+        UserError: if the numbers are missing or do not fit.
+    """
+    num_experts, chosen = positive(config, count_key), positive(config, "num_experts_per_tok")
+    require(chosen <= num_experts, config, "num_experts_per_tok", f"there are {num_experts} experts")
+    # one expert's normalised weight is always 1: Megatron refuses it, since the router would get no gradient
+    rule = "a single expert's weight, scaled to the sum 1, would never change"
+    require(chosen > 1 or not norm_topk_prob, config, "num_experts_per_tok", rule)
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
+        "expert_ffn_size": positive(config, ffn_key),
+        "norm_topk_prob": norm_topk_prob,
+    }

@@ -6,30 +6,42 @@ up a percent or less, are not. These are operations that the model needs: kernel
 positions do more.
 """
 
+import functools
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.table import parameter_table
 
 
-def layer_parameters(arch: Architecture) -> int:
+def layer_parameters(arch: Architecture) -> float:
     """Weights that a token is multiplied with in one layer, without the router's and the biases.
 
-    The attention's hidden x (2 heads + 2 kv_heads) x head_dim, and 3 hidden x ffn of the SwiGLU MLP, or of each of its
-    `experts_per_token` experts.
+    The mean of all layers; of the experts `experts_per_token` count.
     """
-    attention = arch.hidden_size * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
-    ffn = arch.experts_per_token * arch.expert_ffn_size if arch.num_experts else arch.ffn_size
-    return attention + 3 * arch.hidden_size * ffn
+    return _matrices(arch)[0] / arch.num_layers
+
+
+@functools.cache
+def _matrices(arch: Architecture) -> tuple[int, int]:
+    """Weights that a token meets in all layers: of attention and MLPs, and of routers."""
+    sizes = {True: 0, False: 0}
+    for row in parameter_table(arch):
+        if row.layer is None or (row.expert is not None and row.expert >= arch.experts_per_token):
+            continue  # experts are alike: the first stand for those that a token is sent to
+        sizes[".router." in row.template] += sum(math.prod(shape) for shape in row.rule.hf_shapes if len(shape) == 2)
+    return sizes[False], sizes[True]
 
 
 def forward_flops(arch: Architecture, lengths: NDArray[Any], *, targets: NDArray[Any] | None = None) -> float:
     """Operations of a forward pass over whole sequences.
 
     A token costs 2 operations per weight it meets. Under the causal mask position i (from 1) attends to i positions:
-    Q K^T and its softmax times V take 2 heads x head_dim x i each, n (n + 1) x 2 heads x head_dim over n tokens.
+    Q K^T takes 2 heads x head_dim x i and its softmax times V 2 heads x value_dim x i: with both of one size
+    n (n + 1) x 2 heads x head_dim over n tokens.
 
     Args:
         arch: the model, without its sharding: the count is that of all ranks together.
@@ -41,10 +53,11 @@ def forward_flops(arch: Architecture, lengths: NDArray[Any], *, targets: NDArray
     """
     tokens = np.asarray(lengths, dtype=np.float64)
     logits = tokens if targets is None else np.asarray(targets, dtype=np.float64)
-    per_token = 2.0 * (layer_parameters(arch) + arch.hidden_size * arch.num_experts)
-    attention = 2.0 * arch.num_heads * arch.head_dim * (tokens * (tokens + 1)).sum()
+    weights = 2.0 * sum(_matrices(arch)) * tokens.sum()
+    head = arch.head_dim + arch.value_dim
+    attention = 1.0 * arch.num_layers * arch.num_heads * head * (tokens * (tokens + 1)).sum()
     output = 2.0 * arch.hidden_size * arch.vocab_size * logits.sum()
-    return float(arch.num_layers * (per_token * tokens.sum() + attention) + output)
+    return float(weights + attention + output)
 
 
 def generation_flops(arch: Architecture, prompt_lengths: NDArray[Any], response_lengths: NDArray[Any]) -> float:

@@ -62,15 +62,17 @@ def _product(parallel: ParallelConfig, keys: tuple[str, ...]) -> int:
 def _check_tensor(architecture: Architecture, parallel: ParallelConfig, model: str) -> None:
     tensor = parallel.tensor
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-    ffn = 0 if architecture.num_experts else architecture.ffn_size  # 0: every size divides it
-    if heads % tensor or kv_heads % tensor or ffn % tensor:
-        dimensions = f"{heads} attention heads and {kv_heads} key/value heads"
-        if heads % tensor == kv_heads % tensor == 0:
-            dimensions = f"the MLP size {ffn}"
-        raise UserError(
-            f"parallel.tensor={tensor} does not divide {dimensions} of {model}; "
-            f"use {_either(_divisors(math.gcd(heads, kv_heads, ffn)))}"
-        )
+    sizes = {
+        f"{heads} attention heads and {kv_heads} key/value heads": math.gcd(heads, kv_heads),
+        f"the MLP size {architecture.ffn_size}": architecture.ffn_size if architecture.has_dense_layers else 0,
+        f"the MLP size {architecture.shared_ffn_size} of the shared experts": architecture.shared_ffn_size,
+    }
+    for dimensions, size in sizes.items():  # 0: every size divides it
+        if size % tensor:
+            raise UserError(
+                f"parallel.tensor={tensor} does not divide {dimensions} of {model}; "
+                f"use {_either(_divisors(math.gcd(*sizes.values())))}"
+            )
     if parallel.sequence and tensor == 1:
         raise UserError(
             "parallel.sequence=true needs parallel.tensor > 1: it splits over the tensor-parallel ranks; use false"

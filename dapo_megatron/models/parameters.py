@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
+EXPERT_BIAS = "mlp.router.expert_bias"
 
 _LAYER, _EXPERT = "decoder.layers.{layer}.", "mlp.experts.local_experts.{expert}."
 
@@ -28,7 +29,6 @@ class Parameter:
         layer: number in the whole model; None for what belongs to no layer of the decoder.
         expert: number in the whole model; None for what belongs to no single expert.
         te_template: the name in Transformer Engine's layers, where it is another.
-        te_whole: whether Transformer Engine's layer holds all of it on every rank, though megatron-core's own split it.
         extra: no part of the model that is trained (multi-token prediction): conversions keep it, the trainer does not.
     """
 
@@ -38,8 +38,12 @@ class Parameter:
     layer: int | None = None
     expert: int | None = None
     te_template: str = ""
-    te_whole: bool = False
     extra: bool = False
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether Megatron keeps it as an fp32 buffer, which no optimizer updates."""
+        return self.template.endswith(EXPERT_BIAS)
 
     @property
     def name(self) -> str:
@@ -60,7 +64,6 @@ class Row:
     hf_names: tuple[str, ...]
     rule: Rule
     te_name: str = ""
-    te_whole: bool = False
     expert: int | None = None
 
 
@@ -88,7 +91,6 @@ def in_layer(row: Row, ours: str, theirs: str, layer: int | None, *, extra: bool
         layer,
         row.expert,
         ours + row.te_name if row.te_name else "",
-        row.te_whole,
         extra,
     )
 
@@ -106,6 +108,32 @@ def attention(arch: "Architecture") -> Iterator[Row]:
         for x in "qk":
             yield Row(f"{ours}{x}_layernorm.weight", _self_attn("{}_norm.weight", x), Replicated((arch.head_dim,)))
     yield Row(ours + "linear_proj.weight", _self_attn("{}_proj.weight", "o"), Split(1, (hidden, width)))
+
+
+def latent_attention(arch: "Architecture") -> Iterator[Row]:
+    """Multi-head latent attention and the norm before it. Every rank has the projections to the small vectors whole."""
+    assert arch.latent is not None
+    latent, hidden, heads = arch.latent, arch.hidden_size, arch.num_heads
+    query_width = heads * arch.head_dim
+    # Transformer Engine does not fuse the norm in front of these projections.
+    yield Row("input_layernorm.weight", ("input_layernorm.weight",), Replicated((hidden,)))
+    if latent.query_rank is None:
+        yield _latent("linear_q_proj", "q_proj", Split(0, (query_width, hidden)))
+    else:
+        yield _latent("linear_q_down_proj", "q_a_proj", Replicated((latent.query_rank, hidden)))
+        yield _latent("q_layernorm", "q_a_layernorm", Replicated((latent.query_rank,)), "linear_q_up_proj")
+        yield _latent("linear_q_up_proj", "q_b_proj", Split(0, (query_width, latent.query_rank)))
+    down, up = latent.kv_rank + latent.rope_dim, heads * (latent.nope_dim + latent.value_dim)
+    yield _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated((down, hidden)))
+    yield _latent("kv_layernorm", "kv_a_layernorm", Replicated((latent.kv_rank,)), "linear_kv_up_proj")
+    yield _latent("linear_kv_up_proj", "kv_b_proj", Split(0, (up, latent.kv_rank)))
+    yield _latent("linear_proj", "o_proj", Split(1, (hidden, heads * latent.value_dim)))
+
+
+def _latent(ours: str, theirs: str, rule: Rule, te_linear: str = "") -> Row:
+    """A weight of latent attention; a norm is fused into Transformer Engine's `te_linear`."""
+    te_name = f"self_attention.{te_linear}.layer_norm_weight" if te_linear else ""
+    return Row(f"self_attention.{ours}.weight", (f"self_attn.{theirs}.weight",), rule, te_name)
 
 
 def _self_attn(name: str, letters: str) -> tuple[str, ...]:
@@ -135,7 +163,7 @@ def gated(hidden: int, ffn: int, ours: str, theirs: str, projections: tuple[str,
 def experts(
     arch: "Architecture", theirs: str = "mlp.", projections: tuple[str, str, str] = PROJECTIONS
 ) -> Iterator[Row]:
-    """A router, its experts and the norm before them.
+    """A router, its experts, the shared expert if there is one, and the norm before them.
 
     Args:
         arch: the model.
@@ -146,8 +174,30 @@ def experts(
     # Transformer Engine does not fuse the norm in front of a router.
     yield Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), norm)
     yield Row("mlp.router.weight", (theirs + "gate.weight",), router)
+    if arch.sigmoid_router:
+        yield Row(EXPERT_BIAS, (theirs + "gate.e_score_correction_bias",), Replicated((arch.num_experts,)))
     for expert in range(arch.num_experts):
         for row in gated(arch.hidden_size, arch.expert_ffn_size, "", f"{theirs}experts.{expert}.", projections):
             linear = row.name.removesuffix(".weight")
             te_name = f"mlp.experts.{linear}.weight{{expert}}"
             yield Row(_EXPERT + row.name, row.hf_names, row.rule, te_name, expert=expert)
+    if arch.shared_ffn_size:
+        yield from gated(arch.hidden_size, arch.shared_ffn_size, "mlp.shared_experts.", theirs + "shared_experts.")
+
+
+def multi_token_prediction(arch: "Architecture", layer_rows: LayerRows) -> Iterator[Parameter]:
+    """The layers behind the last one that predict tokens further ahead, each with copies of embedding and output."""
+    vocab, hidden = Split(0, (arch.vocab_size, arch.hidden_size)), arch.hidden_size
+    for i in range(arch.mtp_layers):
+        layer = arch.num_layers + i
+        ours, theirs = f"mtp.layers.{i}.", f"model.layers.{layer}."
+        yield in_layer(Row(EMBEDDING, ("embed_tokens.weight",), vocab), ours, theirs, None, extra=True)
+        for norm in ("enorm.weight", "hnorm.weight"):
+            yield in_layer(Row(norm, (norm,), Replicated((hidden,))), ours, theirs, None, extra=True)
+        joined = Row("eh_proj.weight", ("eh_proj.weight",), Split(0, (hidden, 2 * hidden)))
+        yield in_layer(joined, ours, theirs, None, extra=True)
+        for row in layer_rows(arch, layer):
+            yield in_layer(row, ours + "transformer_layer.", theirs, None, extra=True)
+        final = Row("final_layernorm.weight", ("shared_head.norm.weight",), Replicated((hidden,)))
+        yield in_layer(final, ours, theirs, None, extra=True)
+        yield in_layer(Row(OUTPUT, ("shared_head.head.weight",), vocab), ours, theirs, None, extra=True)

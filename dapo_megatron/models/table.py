@@ -28,3 +28,8 @@ def hf_shapes(arch: Architecture, *, extra: bool = False) -> dict[str, tuple[int
         for row in parameter_table(arch, extra=extra)
         for name, shape in zip(row.hf_names, row.rule.hf_shapes, strict=True)
     }
+
+
+def exact_tensors(arch: Architecture) -> frozenset[str]:
+    """The Hugging Face tensors that are fp32 in a model of any precision: biases of routers."""
+    return frozenset(name for row in parameter_table(arch, extra=True) if row.is_buffer for name in row.hf_names)

@@ -1,11 +1,15 @@
 """Where each trainer rank stands in Megatron's layout and what it holds, without torch or Megatron."""
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.parameters import EMBEDDING, FINAL_NORM, OUTPUT
 from dapo_megatron.models.placement import chunk_layers
+from dapo_megatron.models.table import parameter_table
 
 
 @dataclass(frozen=True)
@@ -56,25 +60,30 @@ def _coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
 
 def parameters_held(arch: Architecture, parallel: ParallelConfig, place: RankPlace) -> int:
     """Parameters in the memory of the rank at `place`, copies of shared ones (norms, tied embeddings) included."""
-    embedding = arch.padded_vocab(parallel.tensor) // parallel.tensor * arch.hidden_size
+    per_layer, (embedding, norm, output) = _shard_sizes(arch, parallel.tensor, parallel.expert, parallel.expert_tensor)
     first, last = place.pipeline == 0, place.pipeline == parallel.pipeline - 1
-    held = sum(map(len, place.layers)) * _layer_parameters(arch, parallel)
+    held = sum(per_layer[layer] for layers in place.layers for layer in layers)
     if first:
         held += embedding
     if last:
-        held += arch.hidden_size  # final norm
-    if last and not (first and arch.tied_embeddings):
-        held += embedding  # the output matrix; a last stage of its own has a copy of a tied one
+        held += norm + output
+    if last and not first and arch.tied_embeddings:
+        held += embedding  # a last stage of its own has a copy
     return held
 
 
-def _layer_parameters(arch: Architecture, parallel: ParallelConfig) -> int:
-    """Parameters of one layer on one rank."""
-    hidden, heads_width = arch.hidden_size, arch.num_heads * arch.head_dim
-    qkv_width = heads_width + 2 * arch.num_kv_heads * arch.head_dim
-    split = qkv_width * hidden + heads_width * hidden + (qkv_width if arch.qkv_bias else 0)
-    whole = 2 * hidden + (2 * arch.head_dim if arch.qk_norm else 0)
-    if not arch.num_experts:
-        return whole + (split + 3 * hidden * arch.ffn_size) // parallel.tensor
-    experts = arch.num_experts // parallel.expert * 3 * hidden * arch.expert_ffn_size // parallel.expert_tensor
-    return whole + arch.num_experts * hidden + split // parallel.tensor + experts
+@functools.cache  # all ranks of a stage hold as many
+def _shard_sizes(
+    arch: Architecture, tensor: int, expert: int, expert_tensor: int
+) -> tuple[list[int], tuple[int, int, int]]:
+    """Elements that one rank holds of each layer, and of embedding, final norm and output (0 where it is tied)."""
+    layers, others = [0] * arch.num_layers, {EMBEDDING: 0, FINAL_NORM: 0, OUTPUT: 0}
+    for row in parameter_table(arch):
+        if row.expert is not None and row.expert >= arch.num_experts // expert:
+            continue  # experts are alike: the first stand for those that a rank holds
+        size = math.prod(row.rule.shard_shape(tensor if row.expert is None else expert_tensor))
+        if row.layer is None:
+            others[row.name] += size
+        else:
+            layers[row.layer] += size
+    return layers, (others[EMBEDDING], others[FINAL_NORM], others[OUTPUT])

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
+from dapo_megatron.checkpoint import is_megatron
 from dapo_megatron.errors import UserError
 from dapo_megatron.processes import die_with_parent
 from dapo_megatron.rollout.middleware import TOKEN_VARIABLE
@@ -204,6 +205,9 @@ def server_arguments(
     arguments += ["--middleware", "dapo_megatron.rollout.middleware.TokenMiddleware"]
     arguments += ["--weight-transfer-config", '{"backend": "dapo"}']
     arguments += ["--worker-extension-cls", "dapo_megatron.sync.receiver.ReceiverExtension"]
+    if is_megatron(model):
+        # vLLM cannot read these weights; the trainer pushes them before anything is generated.
+        arguments += ["--load-format", "dummy"]
     if on_cpu:
         # Compiling for a CPU takes a minute and gains nothing for a run of minutes.
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(fleet.kv_cache_gb * 2**30))]

@@ -1,7 +1,8 @@
 """Where saved states lie on disk. No torch: the command line asks it before any process starts.
 
 run_dir/state/latest                 name of the newest complete state, one line
-run_dir/state/step_000010/           one state: Megatron's distributed checkpoint, run.json, manifest.json
+run_dir/state/step_000010/           one state: Megatron's distributed checkpoint, the model's Hugging Face files
+                                     without weights, run.json, manifest.json
 run_dir/state/*.incomplete           a save that did not finish; ignored and removed by the next one
 """
 
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dapo_megatron.errors import UserError
-from dapo_megatron.files import fsync, write_atomically
+from dapo_megatron.files import fsync, replace_folder, write_atomically
 
 MANIFEST = "manifest.json"
 RUN = "run.json"
+
+# How a state holds the optimizer's: as it lies in the buffers of one layout, or by parameter, for all layouts.
+DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
 _CHUNK = 1 << 22
 
 
@@ -47,13 +51,49 @@ def latest_state(run_dir: str | Path) -> Path | None:
     return state
 
 
-def read_run(state: Path) -> dict[str, Any]:
-    """The run's own part of a state: step, weight version, cursor, layout, model.
+def read_run(state: Path, *needed: str) -> dict[str, Any]:
+    """The run's own part of a state: step, weight version, cursor, layout, model, kind of the optimizer's state.
+
+    Args:
+        state: its folder.
+        needed: keys that it must have.
 
     Raises:
-        UserError: if it cannot be read.
+        UserError: if it cannot be read or lacks a key.
     """
-    return _read_json(state, RUN)
+    run = {"optimizer": DP_RESHARDABLE} | _read_json(state, RUN)  # older ones were all of that kind
+    for key in needed:
+        if key not in run:
+            raise UserError(f"saved state {state} is damaged: {RUN} has no {key!r}")
+    return run
+
+
+def same_layout(state: Path, run: dict[str, Any], layout: dict[str, Any]) -> bool:
+    """Whether a state was saved in the layout (`ParallelConfig.layout`) in which it is to be continued from.
+
+    Args:
+        state: its folder.
+        run: what `read_run` gave, with `layout` and `step`.
+        layout: the other one.
+
+    Raises:
+        UserError: if it was not, and its optimizer's state fits no other layout.
+    """
+    saved = {"pipeline_layers": None} | run["layout"]  # stages were all alike before they could differ
+    if saved == layout:
+        return True
+    if run["optimizer"] != FULLY_RESHARDABLE:
+        raise UserError(
+            f"run.resume: {state} was saved with the layout {differing(saved, layout)}, this run has "
+            f"{differing(layout, saved)}, and the optimizer's state in it fits the former alone: resume it there once "
+            f"with run.steps={run['step']}, which writes it again for every layout"
+        )
+    return False
+
+
+def differing(values: dict[str, Any], others: dict[str, Any]) -> str:
+    """The values that are not those of `others`, for messages: "tensor=2, data=1"."""
+    return ", ".join(f"{key}={value}" for key, value in values.items() if value != others.get(key))
 
 
 def verify(state: Path) -> None:
@@ -89,9 +129,7 @@ def publish(incomplete: Path, state: Path, run: dict[str, Any], keep: int) -> No
     (incomplete / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for path in [*_files(incomplete), incomplete]:
         fsync(path)
-    shutil.rmtree(state, ignore_errors=True)
-    incomplete.rename(state)
-    fsync(state.parent)
+    replace_folder(state, incomplete)
     write_atomically(state.parent / "latest", (state.name + "\n").encode())
     up_to_now = sorted(path for path in state.parent.glob("step_??????") if path.name <= state.name)
     for old in up_to_now[:-keep]:

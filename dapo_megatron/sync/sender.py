@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,10 +33,10 @@ class PushReport:
 class WeightSender:
     """Pushes weights to servers, each given as (base URL, token), from this process alone.
 
-    `host` is this machine's address that the servers reach (loopback, or a private one); `bucket_bytes` is
-    the size of the one buffer that exists at a time; `dtype` is what the servers hold and what travels;
-    `timeout` in seconds is the deadline of connecting and of each push; `backend` is gloo or nccl.
-    After an error the transfer group is gone: `connect` builds a new one.
+    `host` is this machine's address that the servers reach (loopback, or a private one); `bucket_bytes` is the size of
+    the one buffer that exists at a time; `dtype` is what the servers hold and what travels, but for the tensors named
+    in `exact`, which are fp32 everywhere; `timeout` in seconds is the deadline of connecting and of each push;
+    `backend` is gloo or nccl. After an error the transfer group is gone: `connect` builds a new one.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class WeightSender:
         dtype: torch.dtype,
         timeout: float,
         backend: str,
+        exact: Collection[str] = (),
     ) -> None:
         self._servers = [ServerAdmin(url, token, timeout) for url, token in servers]
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+        self._exact = frozenset(exact)
         self._timeout = timeout
         self._backend = backend
         self._store = transfer.open_store(host, timeout)
@@ -100,14 +102,16 @@ class WeightSender:
         """Makes `tensors` the weights of all servers, under `version`, and empties their prefix caches.
 
         `plan` lists name and shape of every tensor in the order in which `tensors` yields them, in Hugging Face
-        names; they are read one at a time and cast to the servers' dtype. Raises ServerError, naming the server,
+        names; they are read one at a time and cast to what travels. Raises ServerError, naming the server,
         if one fails, is late, or received other bytes than were sent; its weights are then not usable.
         """
         if self._group is None:
             raise RuntimeError("connect() comes before push()")
         begun = time.monotonic()
         deadline = begun + self._timeout
-        buckets = pack((TensorSpec(name, self._dtype, tuple(shape)) for name, shape in plan), self._bucket_bytes)
+        buckets = pack(
+            (TensorSpec(name, self._dtype_of(name), tuple(shape)) for name, shape in plan), self._bucket_bytes
+        )
         try:
             self._all(lambda admin: admin.start_weight_update(), deadline)
             info = self._update_info(plan)
@@ -130,10 +134,13 @@ class WeightSender:
         for admin in self._servers:
             admin.close()
 
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._exact else self._dtype
+
     def _update_info(self, plan: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
         return {
             "names": [name for name, _ in plan],
-            "dtype_names": [dtype_name(self._dtype)] * len(plan),
+            "dtype_names": [dtype_name(self._dtype_of(name)) for name, _ in plan],
             "shapes": [list(shape) for _, shape in plan],
             "bucket_bytes": self._bucket_bytes,
         }

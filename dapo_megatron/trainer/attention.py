@@ -1,4 +1,4 @@
-"""Attention, rotary positions and norms for machines without Transformer Engine.
+"""Attention and norms for machines without Transformer Engine.
 
 Packed sequences lie one after the other in a batch of one: hidden states are [T, 1, H]. No T x T mask ever exists:
 sequences of similar length are attended to together, each only within itself.
@@ -193,11 +193,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     """softmax(q k^T scale + causal mask) v, with each KV head serving heads / KV heads query heads.
 
     Args:
-        query: [B, heads, L, dim]; key and value: [B, KV heads, L, dim].
+        query: [B, heads, L, dim]; key: [B, KV heads, L, dim]; value: [B, KV heads, L, value dim].
         scale: 1 / sqrt(dim) where None.
 
     Returns:
-        [B, heads, L, dim].
+        [B, heads, L, value dim].
     """
     length = query.shape[2]
     if length > MAX_EXPLICIT_LENGTH:
@@ -216,7 +216,7 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tenso
     scores = scores.unflatten(2, (-1, length)) * (dim**-0.5 if scale is None else scale)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(value.dtype)
     attended: Tensor = weights.flatten(2, 3) @ value
-    return attended.view(batch, heads, length, dim)
+    return attended.view(batch, heads, length, value.shape[-1])
 
 
 def chunk_attention(
@@ -226,14 +226,14 @@ def chunk_attention(
 
     Args:
         query: [B, heads, C, dim].
-        key_value: [B, KV heads, L, 2 * dim], each key followed by its value; at least fp32, so that the gradients of
-            many calls and ranks add up in it. Attention itself is computed in the precision of `query`.
+        key_value: [B, KV heads, L, dim + value dim], each key followed by its value; at least fp32, so that the
+            gradients of many calls and ranks add up in it. Attention itself is computed in the precision of `query`.
         positions: int64 [B or 1, C], the place of each query among the L keys; all of them below (chunk + 1) * C.
         chunk: the chunk's number.
         scale: 1 / sqrt(dim) where None.
 
     Returns:
-        [B, heads, C, dim].
+        [B, heads, C, value dim].
     """
     size = query.shape[2]
     outputs = []
@@ -248,7 +248,7 @@ def chunk_attention(
 
 def _prefix_attention(query: Tensor, key_value: Tensor, positions: Tensor, scale: float | None) -> Tensor:
     """Attention to the keys at each query's position and before."""
-    key, value = key_value.to(query.dtype).chunk(2, -1)
+    key, value = key_value.to(query.dtype).tensor_split([query.shape[-1]], -1)
     seen = torch.arange(key.shape[2], device=query.device) <= positions[:, None, :, None]  # [B or 1, 1, C, keys]
     if key.shape[2] <= MAX_EXPLICIT_LENGTH:
         return _explicit_attention(query, key, value, ~seen[:, None], scale)
@@ -312,19 +312,20 @@ class PackedCoreAttention(torch.nn.Module):
         """Attend.
 
         Args:
-            query: [T, 1, heads, dim]; key and value: [T, 1, KV heads, dim]. With context parallelism T counts this
-                rank's tokens, and all ranks of the group must call.
+            query: [T, 1, heads, dim]; key: [T, 1, KV heads, dim]; value: [T, 1, KV heads, value dim]; or all without
+                the 1. With context parallelism T counts this rank's tokens, and all ranks of the group must call.
             packed_seq_params: where the sequences lie.
 
         Returns:
-            [T, 1, heads * dim].
+            [T, 1, heads * value dim].
         """
+        query, key, value = (x.view(-1, *x.shape[-2:]) for x in (query, key, value))
         if packed_seq_params.context is not None:
-            return self._context_parallel(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.context)
+            return self._context_parallel(query, key, value, packed_seq_params.context)
         outputs = []
         for block in packed_seq_params.blocks:
-            q, k, v = (self._pick(x[:, 0], block) for x in (query, key, value))
-            out = causal_attention(q, k, v, self.scale).transpose(1, 2).flatten(0, 1)  # [B * L, heads, dim]
+            q, k, v = (self._pick(x, block) for x in (query, key, value))
+            out = causal_attention(q, k, v, self.scale).transpose(1, 2).flatten(0, 1)  # [B * L, heads, value dim]
             outputs.append(out if block.valid is None else out.index_select(0, block.valid))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return packed.flatten(1)[:, None]
@@ -338,7 +339,7 @@ class PackedCoreAttention(torch.nn.Module):
             key_value = _take(gathered, block.key)
             for index, positions, chunk in zip(block.query, block.positions, block.chunks, strict=True):
                 out = chunk_attention(_take(query, index), key_value, positions, chunk, self.scale)
-                outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B * C, heads, dim]
+                outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B * C, heads, value dim]
         return torch.cat(outputs).index_select(0, plan.order).flatten(1)[:, None]
 
     @staticmethod
@@ -355,33 +356,21 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
 
 
-class PackedRotary(torch.nn.Module):
-    """Rotary angles of explicit positions.
-
-    megatron asks for a sequence length first and hands it to `forward`; the positions of the packed batch travel
-    in its place, so the module keeps no state between batches.
-    """
-
-    def __init__(self, head_dim: int, base: float) -> None:
-        super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self.inverse_frequency = 1.0 / base**exponent  # a plain attribute: bfloat16() must not round it
-
-    def get_rotary_seq_len(
-        self, context: Any, decoder: Any, decoder_input: Any, config: Any, packed: PackedSequences
-    ) -> Tensor:
-        """The positions, int64 [T], as the "length" that `forward` gets."""
-        return packed.positions
-
-    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [T, 1, 1, head_dim] in fp32."""
-        angles = positions.float()[:, None] * self.inverse_frequency.to(positions.device)
-        return torch.cat([angles, angles], -1)[:, None, None]
-
-
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that marks its weight for the gradient reduction of sequence parallelism."""
+    """RMSNorm that marks its weight for the gradient reduction of sequence parallelism.
+
+    Where norms are centred on zero it multiplies by 1 + weight, in at least fp32 like transformers' Gemma.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape and dtype."""
+        if not self.zero_centered:
+            return super().forward(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = 1 + self.weight.to(dtype)
+        return torch.nn.functional.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(x.dtype)

@@ -1,5 +1,6 @@
-"""One way to build a model: architecture -> TransformerConfig -> PolicyModel or ValueModel, and weights in and out."""
+"""One way to build a model: architecture -> PolicyModel or ValueModel, and weights in and out."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,14 +20,15 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.layout import check_layout
 from dapo_megatron.models.parameters import EMBEDDING, OUTPUT, Parameter
-from dapo_megatron.models.placement import Placement, chunk_layers
+from dapo_megatron.models.placement import Placement
 from dapo_megatron.models.sharding import Reader, load_shard, merge_shards
 from dapo_megatron.models.table import hf_shapes, parameter_table
-from dapo_megatron.trainer import device, no_te
-from dapo_megatron.trainer.attention import PackedRotary
-from dapo_megatron.trainer.layers import Backend, block_spec, fusion_fields, resolve_backend
+from dapo_megatron.trainer import device
+from dapo_megatron.trainer.layers import Backend, block_spec, resolve_backend
 from dapo_megatron.trainer.log_probs import token_log_probs
-from dapo_megatron.trainer.precision import high_precision, transformer_fields
+from dapo_megatron.trainer.model_config import transformer_config
+from dapo_megatron.trainer.precision import high_precision
+from dapo_megatron.trainer.rotary import LatentRotary, PackedRotary, inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -121,73 +123,6 @@ class ValueHead(torch.nn.Module):
 Chunk = TypeVar("Chunk", bound=ModelChunk)
 
 
-def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, training: TrainingConfig, backend: Backend
-) -> TransformerConfig:
-    """Megatron's configuration of `arch` in this layout and precision, with these layers."""
-    interleaved = parallel.virtual_pipeline > 1
-    fields: dict[str, Any] = {
-        "num_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
-        "num_attention_heads": arch.num_heads,
-        "num_query_groups": arch.num_kv_heads,
-        "kv_channels": arch.head_dim,
-        "ffn_hidden_size": arch.ffn_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": arch.norm_eps,
-        "qk_layernorm": arch.qk_norm,
-        "activation_func": torch.nn.functional.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": parallel.tensor,
-        "sequence_parallel": parallel.sequence,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
-        "pipeline_model_parallel_layout": _pipeline_layout(arch, parallel),
-        "context_parallel_size": parallel.context,
-        "cp_comm_type": parallel.context_comm,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.expert_tensor,
-        # Two batched transfers between the same pair of ranks mix up their directions: interleaving two stages that
-        # way gives wrong gradients without an error.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        "variable_seq_lengths": not interleaved,  # packed micro-batches differ in length
-        "moe_token_dispatcher_type": "alltoall",  # variable lengths over stages ask for it, also without experts
-        "calculate_per_token_loss": True,  # gradients are divided by the mini-batch's token count, once
-    }
-    if arch.num_experts:
-        fields |= _expert_fields(arch, training)
-    fusions = fusion_fields(backend, cuda=device.has_cuda(), weight_gradient=no_te.has_fused_weight_gradient())
-    return TransformerConfig(**fields, **fusions, **transformer_fields(training), **device.model_config_overrides())
-
-
-def _pipeline_layout(arch: Architecture, parallel: ParallelConfig) -> list[list[str]] | None:
-    """What each model chunk consists of, for megatron; None where its own equal division is meant."""
-    if parallel.pipeline_layers is None:
-        return None
-    chunks = [["decoder"] * len(layers) for layers in chunk_layers(arch.num_layers, parallel)]
-    chunks[0].insert(0, "embedding")
-    chunks[-1].append("loss")
-    return chunks
-
-
-def _expert_fields(arch: Architecture, training: TrainingConfig) -> dict[str, Any]:
-    """Routers in fp32, and no token dropped."""
-    return {
-        "num_moe_experts": arch.num_experts,
-        "moe_ffn_hidden_size": arch.expert_ffn_size,
-        "moe_router_topk": arch.experts_per_token,
-        "moe_router_pre_softmax": not arch.norm_topk_prob,  # softmax over the chosen is what normalising them gives
-        "moe_router_load_balancing_type": "aux_loss" if training.moe_aux_loss else "none",
-        "moe_aux_loss_coeff": training.moe_aux_loss,
-        "moe_router_dtype": "fp32",
-    }
-
-
 def build_model(
     arch: Architecture, parallel: ParallelConfig, training: TrainingConfig, *, temperature: float
 ) -> list[PolicyModel]:
@@ -196,7 +131,7 @@ def build_model(
     Raises:
         UserError: if the layout does not fit the model.
     """
-    chunks = _build_chunks(PolicyModel, arch, parallel, training)
+    chunks = build_chunks(PolicyModel, arch, parallel, training)
     for model in chunks:
         model.temperature, model.log_prob_chunk = temperature, training.log_prob_chunk
     return chunks
@@ -204,7 +139,7 @@ def build_model(
 
 def build_value_model(arch: Architecture, parallel: ParallelConfig, training: TrainingConfig) -> list[ValueModel]:
     """This rank's chunks of a critic: as `build_model`, but for the last stage's head of zeros."""
-    chunks = _build_chunks(ValueModel, replace(arch, tied_embeddings=False), parallel, training)
+    chunks = build_chunks(ValueModel, replace(arch, tied_embeddings=False), parallel, training)
     for model in chunks:
         if model.post_process:  # megatron's output layer goes before anything else needs its memory
             model.output_layer = ValueHead(
@@ -214,7 +149,7 @@ def build_value_model(arch: Architecture, parallel: ParallelConfig, training: Tr
     return chunks
 
 
-def _build_chunks(
+def build_chunks(
     kind: type[Chunk], arch: Architecture, parallel: ParallelConfig, training: TrainingConfig
 ) -> list[Chunk]:
     check_layout(arch, parallel, arch.hf_class)
@@ -226,7 +161,7 @@ def _build_chunks(
         stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
         model = kind(
             config=config,
-            transformer_layer_spec=block_spec(arch, backend, get_num_layers_to_build(config, vp_stage)),
+            transformer_layer_spec=block_spec(arch, backend, _layers(config, vp_stage)),
             vocab_size=arch.padded_vocab(parallel.tensor),
             max_sequence_length=arch.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -236,13 +171,44 @@ def _build_chunks(
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
-        if backend == "local":
-            model.rotary_pos_emb = PackedRotary(arch.head_dim, arch.rope_theta)
         model.arch, model.parallel, model.backend = arch, parallel, backend
+        set_rotary(model)
+        if model.pre_process and arch.scaled_embeddings:
+            model.embedding.register_forward_hook(_scale_embeddings)
         model.to(device=device.current_device(), dtype=config.params_dtype)
         _separate_experts(model)
+        _keep_biases_exact(model)
         chunks.append(model)
     return chunks
+
+
+def _layers(config: TransformerConfig, vp_stage: int | None) -> range:
+    """The layers of this rank's chunk, by their numbers in the whole model."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    return range(first, first + get_num_layers_to_build(config, vp_stage))
+
+
+def set_rotary(model: ModelChunk) -> None:
+    """Give a chunk the rotary positions of its architecture where megatron's own would not do."""
+    if model.backend == "local" and model.arch.latent:
+        for layer in model.decoder.layers:
+            layer.self_attention.rotary_pos_emb = LatentRotary(model.arch)
+    elif model.backend == "local":
+        model.rotary_pos_emb = PackedRotary(model.arch)
+    elif model.arch.rope_scaling and not model.arch.latent:  # megatron knows Llama 3's with fixed numbers only
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(model.arch).to(device.current_device())
+
+
+def _scale_embeddings(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Multiply by sqrt(hidden_size), rounded to the model's precision first as transformers does."""
+    return output * torch.tensor(math.sqrt(output.shape[-1]), dtype=output.dtype, device=output.device)
+
+
+def _keep_biases_exact(model: ModelChunk) -> None:
+    """Routers' biases stay fp32 where the model is 16-bit: rounded ones would choose other experts."""
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module._maintain_float32_expert_bias()
 
 
 def _separate_experts(model: ModelChunk) -> None:
@@ -257,11 +223,11 @@ def _separate_experts(model: ModelChunk) -> None:
 
 
 def local_rows(model: ModelChunk) -> Iterator[tuple[str, Parameter]]:
-    """(name of the local parameter, table row) for the rows whose parameters this chunk holds."""
+    """(name of the local parameter or buffer, table row) for the rows that this chunk holds."""
     offset = get_transformer_layer_offset(model.config, model.vp_stage)
     experts = model.arch.num_experts // model.config.expert_model_parallel_size
     first_expert = experts * parallel_state.get_expert_model_parallel_rank()
-    held = dict(model.named_parameters())
+    held = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     for row in parameter_table(model.arch):
         layer, expert = row.layer, row.expert
         if layer is not None and not 0 <= (layer := layer - offset) < len(model.decoder.layers):
@@ -277,17 +243,17 @@ def local_rows(model: ModelChunk) -> Iterator[tuple[str, Parameter]]:
 
 @torch.no_grad()
 def load_weights(model: ModelChunk, read: Reader) -> dict[str, Tensor]:
-    """Fill the local parameters from a Hugging Face checkpoint, reading only this rank's stretches.
+    """Fill the local parameters and buffers from a Hugging Face checkpoint, reading only this rank's stretches.
 
     A value head stays as it is: no checkpoint has one.
 
     Returns:
-        The local shards in the precision of the source, by local parameter name, for the optimizer's masters.
+        The local parameters' shards in the precision of the source, by local name, for the optimizer's masters.
 
     Raises:
         UserError: if the checkpoint lacks a tensor or one has another shape than config.json says.
     """
-    parameters = dict(model.named_parameters())
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     shapes = hf_shapes(model.arch)
     shards: dict[str, Tensor] = {}
     for name, row in local_rows(model):
@@ -298,8 +264,12 @@ def load_weights(model: ModelChunk, read: Reader) -> dict[str, Tensor]:
                     f"but config.json asks for {shapes[hf_name]}"
                 )
         group = _shard_group(row)
-        shards[name] = load_shard(row.rule, read, row.hf_names, group.rank(), group.size())
-        parameters.pop(name).copy_(shards[name])
+        shard = load_shard(row.rule, read, row.hf_names, group.rank(), group.size())
+        if row.is_buffer:
+            buffers[name].copy_(shard)
+            continue
+        shards[name] = shard
+        parameters.pop(name).copy_(shard)
     if isinstance(model, ValueModel) and model.post_process:
         shards[OUTPUT] = parameters.pop(OUTPUT).detach()
     if parameters:
@@ -329,21 +299,24 @@ def export_weights(
 
     Args:
         chunks: this rank's part.
-        value: what to export of a parameter, of its shape (its data; a test exports its gradient).
+        value: what to export of a parameter, of its shape (its data; a test exports its gradient). Buffers are
+            exported as they are, in fp32.
     """
     model = chunks[0]
     placement = Placement(model.arch, model.parallel)
-    held: dict[str, torch.nn.Parameter] = {}
+    held: dict[str, Tensor] = {}
     for chunk in chunks:
-        parameters = dict(chunk.named_parameters())
+        tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
         for name, row in local_rows(chunk):
             if row.name != EMBEDDING or name != OUTPUT:  # not the last stage's copy
-                held[row.name] = parameters[name]
-    dtype, shapes = value(next(iter(held.values()))).dtype, hf_shapes(model.arch)
+                held[row.name] = tensors[name]
+    parameter_dtype, shapes = value(next(model.parameters())).dtype, hf_shapes(model.arch)
     for row in parameter_table(model.arch):
         whole: list[Tensor] | None = None
+        dtype = torch.float32 if row.is_buffer else parameter_dtype
         if row.name in held:
-            shard = value(held[row.name]).contiguous()
+            tensor = held[row.name]
+            shard = (value(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor.float()).contiguous()
             whole = merge_shards(row.rule, _gather(shard, _shard_group(row)) if row.rule.split else [shard])
         for group, owner in _owners(row, placement):
             if group.size() > 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dapo_megatron.algorithm.aggregation import aggregate
 from dapo_megatron.algorithm.value_loss import value_loss
-from dapo_megatron.checkpoint.hf import HFReader
+from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.config.critic_view import critic_config, critic_keys
 from dapo_megatron.config.precision_rules import check_precision
 from dapo_megatron.config.run import Config
@@ -47,7 +47,7 @@ class Critic(TrainedModel):
             check_precision(self.arch, own.training, own.optimizer, own.parallel, model=own.model.path)
             check_machine(own.training, own.optimizer, own.parallel)
             chunks = build_value_model(self.arch, own.parallel, own.training)
-            reader = HFReader(own.model.path)
+            reader = open_weights(own.model.path)
             masters = [load_weights(chunk, reader) for chunk in chunks]
         super().__init__(config, layout, chunks, masters, own.optimizer)
 

@@ -9,6 +9,7 @@ loaded later (transformers, for one) build wrong tables when its factories are r
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import types
 import warnings
@@ -29,7 +30,7 @@ PATCHED_MODULES: dict[str, str] = {
     "megatron.core.pipeline_parallel.p2p_communication": "receive buffers: current_device, synchronize",
     "megatron.core.tensor_parallel.mappings": "sequence parallelism: current_device of what is gathered",
     "megatron.core.tensor_parallel.layers": "sequence parallelism: current_device of a gradient's shard",
-    "megatron.core.transformer.moe.router": "a router's weight: current_device",
+    "megatron.core.transformer.moe.router": "a router's weight and bias: current_device",
     "megatron.core.transformer.moe.token_dispatcher": "counts of tokens leave the GPU on a stream of their own",
     "megatron.core.utils": 'norm of a list of tensors: tensor(device="cuda")',
     "megatron.core.dist_checkpointing.strategies.state_dict_saver": "flag of a failed write: current_device",
@@ -250,5 +251,8 @@ def import_megatron() -> None:
         _stay_on_cpu(_function(*place))
     modules["megatron.core.transformer.moe.token_dispatcher"].maybe_move_tensor_to_cpu = _counts_on_cpu  # type: ignore[attr-defined]
     modules["megatron.core.optimizer.grad_scaler"].DynamicGradScaler.load_state_dict = _load_loss_scale
+    # It does not hand on where its positions are to be allocated.
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    latent.RotaryEmbedding = functools.partial(latent.RotaryEmbedding, use_cpu_initialization=True)
     # The tracker restores the state through a queue of CUDA calls that never runs here.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.trainer import device, no_te
 from dapo_megatron.trainer.attention import PackedCoreAttention, RMSNorm
+from dapo_megatron.trainer.latent_attention import LatentSelfAttention
 
 Backend = Literal["te", "local"]
 
@@ -38,41 +39,54 @@ def resolve_backend(training: TrainingConfig) -> Backend:
     return backend
 
 
-def block_spec(arch: Architecture, backend: Backend, num_layers: int) -> TransformerBlockSubmodules:
-    """The `num_layers` layers of a model chunk and the final norm."""
-    layer = te_layer_spec(arch) if backend == "te" else local_layer_spec(arch)
+def block_spec(arch: Architecture, backend: Backend, layers: range) -> TransformerBlockSubmodules:
+    """The layers of a model chunk, by their numbers in the whole model, and the final norm."""
+    build = te_layer_spec if backend == "te" else local_layer_spec
+    specs = {experts: build(arch, experts=experts) for experts in {arch.has_experts(layer) for layer in layers}}
     norm = gpt_layer_specs.TENorm if backend == "te" else RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[specs[arch.has_experts(layer)] for layer in layers], layer_norm=norm)
 
 
-def local_layer_spec(arch: Architecture) -> ModuleSpec:
+def _spec_fields(arch: Architecture, *, experts: bool) -> dict[str, Any]:
+    """What megatron-core's functions that make layers want to know of either backend's."""
+    return {
+        "num_experts": arch.num_experts if experts else None,
+        "qk_layernorm": arch.qk_norm or arch.latent is not None,
+        "multi_latent_attention": arch.latent is not None,
+    }
+
+
+def local_layer_spec(arch: Architecture, *, experts: bool) -> ModuleSpec:
     """A decoder layer without Transformer Engine: megatron-core's linears and experts, our attention and norms.
 
     Its parameter names are those of the parameter table (`models/table.py`); its checkpoint keys are those of
     Transformer Engine's layer, so that a run state moves between the two.
     """
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=arch.num_experts or None,
-        moe_grouped_gemm=False,
-        qk_layernorm=arch.qk_norm,
-        normalization="RMSNorm",
+        **_spec_fields(arch, experts=experts), moe_grouped_gemm=False, normalization="RMSNorm"
     )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer, attention = spec.submodules, spec.submodules.self_attention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedCoreAttention
+    attention.submodules.core_attention = PackedCoreAttention
+    fused = {"pre_mlp_layernorm.": "mlp.linear_fc1."}  # norms that Transformer Engine fuses into linears
+    if arch.latent:
+        attention.module = LatentSelfAttention
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = RMSNorm
+        fused |= {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj." for x in ("q", "kv")}
+    else:
+        fused |= {"input_layernorm.": "self_attention.linear_qkv."}
     if arch.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if arch.num_experts:  # Transformer Engine does not fuse the norm in front of a router
-        del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    if experts:  # not in front of a router
+        del fused["pre_mlp_layernorm."]
+    layer.sharded_state_dict_keys_map = {name: linear + "layer_norm_" for name, linear in fused.items()}
     return spec
 
 
-def te_layer_spec(arch: Architecture) -> ModuleSpec:
+def te_layer_spec(arch: Architecture, *, experts: bool) -> ModuleSpec:
     """A decoder layer of Transformer Engine: norms fused into the linears behind them, experts in grouped products."""
     return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=arch.num_experts or None,
-        moe_grouped_gemm=arch.num_experts > 0,
-        qk_layernorm=arch.qk_norm,
+        **_spec_fields(arch, experts=experts), moe_grouped_gemm=experts
     )
 
 
@@ -99,10 +113,11 @@ def te_packed(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
     )
 
 
-def fusion_fields(backend: Backend, *, cuda: bool, weight_gradient: bool) -> dict[str, Any]:
+def fusion_fields(arch: Architecture, backend: Backend, *, cuda: bool, weight_gradient: bool) -> dict[str, Any]:
     """Fields of TransformerConfig that join kernels: what the backend has, and nothing on a CPU.
 
     Args:
+        arch: the model.
         backend: whose layers are built.
         cuda: whether this rank computes on a GPU, where torch.compile makes one kernel of SwiGLU, and one of adding
             the residual.
@@ -111,10 +126,10 @@ def fusion_fields(backend: Backend, *, cuda: bool, weight_gradient: bool) -> dic
     """
     te = backend == "te"
     return {
-        "bias_activation_fusion": cuda,
+        "bias_activation_fusion": cuda and arch.activation == "silu",  # torch's own tanh GELU is no name to megatron
         "bias_dropout_fusion": cuda,
         "gradient_accumulation_fusion": cuda and weight_gradient,
-        "apply_rope_fusion": te,
+        "apply_rope_fusion": te and arch.latent is None,  # that of latent attention rounds its angles' sines first
         "moe_grouped_gemm": te,
         "moe_permute_fusion": te,
     }

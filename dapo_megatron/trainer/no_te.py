@@ -39,6 +39,7 @@ def apply() -> None:
         return
     _fix_adam_step()
     _fix_moe_router()
+    _fix_latent_attention()
     _fix_recompute_without_output()
 
 
@@ -76,6 +77,13 @@ def _fix_moe_router() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
+
+
+def _fix_latent_attention() -> None:
+    """Latent attention takes names that it could import for Transformer Engine's classes; without it they are None."""
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = False
 
 
 def _fix_recompute_without_output() -> None:

@@ -46,13 +46,13 @@ class CostModel:
         Of a layer's forward pass over a sequence of n tokens,
 
         - the products with the weights cost 2 P n, P being the weights that a token meets (`layer_parameters`);
-        - causal attention costs 2 heads x head_dim x n^2: each of its two products, Q K^T and its softmax times V,
-          takes 2 heads x head_dim x n^2, of which the mask leaves half.
+        - causal attention costs heads x (head_dim + value_dim) x n^2: Q K^T takes 2 heads x head_dim x n^2 and its
+          softmax times V 2 heads x value_dim x n^2, of which the mask leaves half.
 
-        Both are equal at n = P / (heads x head_dim). The backward pass doubles both and changes nothing. The
-        vocabulary's projection, once per model rather than per layer, is left out, and so is the router.
+        Both are equal at n = 2 P / (heads x (head_dim + value_dim)). The backward pass doubles both and changes
+        nothing. The vocabulary's projection, once per model rather than per layer, is left out, and so is the router.
         """
-        return cls(layer_parameters(arch) / (arch.num_heads * arch.head_dim))
+        return cls(2 * layer_parameters(arch) / (arch.num_heads * (arch.head_dim + arch.value_dim)))
 
 
 def plan_micro_batches(

@@ -13,7 +13,7 @@ from dapo_megatron.algorithm.aggregation import aggregate
 from dapo_megatron.algorithm.correction import RolloutCorrection, rollout_correction
 from dapo_megatron.algorithm.kl import kl_penalty
 from dapo_megatron.algorithm.policy_loss import clip_range, policy_loss, response_log_ratio_sums
-from dapo_megatron.checkpoint.hf import HFReader
+from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.config.algorithm import AlgorithmConfig
 from dapo_megatron.config.precision_rules import check_precision
 from dapo_megatron.config.run import Config
@@ -65,7 +65,7 @@ class Policy(TrainedModel):
     Args:
         config: the run's configuration.
         layout: this rank's place in it.
-        checkpoint: Hugging Face folder to load; `config.model.path` where None.
+        checkpoint: folder to load, Hugging Face's or Megatron's; `config.model.path` where None.
 
     Raises:
         UserError: if the model, the layout, the precision and this machine do not fit together.
@@ -78,7 +78,7 @@ class Policy(TrainedModel):
         check_machine(config.training, config.optimizer, config.parallel)
         self.packing = PackingRules.of(config, self.arch, layout)
         chunks = build_model(self.arch, config.parallel, config.training, temperature=config.rollout.temperature)
-        reader = HFReader(path)
+        reader = open_weights(path)
         masters = [load_weights(chunk, reader) for chunk in chunks]
         super().__init__(config, layout, chunks, masters, config.optimizer)
 

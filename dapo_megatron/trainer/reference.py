@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from dapo_megatron.checkpoint.hf import HFReader
+from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.config.precision_rules import check_precision
 from dapo_megatron.config.reference_view import reference_config, reference_keys
 from dapo_megatron.config.run import Config
@@ -119,7 +119,7 @@ def _frozen_chunks(config: Config) -> list[PolicyModel]:
     check_precision(arch, config.training, config.optimizer, config.parallel, model=path)
     check_machine(config.training, config.optimizer, config.parallel)
     chunks = build_model(arch, config.parallel, config.training, temperature=config.rollout.temperature)
-    reader = HFReader(path)
+    reader = open_weights(path)
     for chunk in chunks:
         load_weights(chunk, reader)
     return chunks

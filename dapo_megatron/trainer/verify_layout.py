@@ -18,8 +18,10 @@ from torch import Tensor
 
 from dapo_megatron.algorithm.advantage import group_advantages
 from dapo_megatron.checkpoint.hf import HFReader, write_hf
+from dapo_megatron.checkpoint.safetensors_file import Entry
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
+from dapo_megatron.models.table import hf_shapes
 from dapo_megatron.processes import die_with_parent
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.batching import Batch, load_batch
@@ -36,7 +38,9 @@ SHORTEST_PROMPT = 5
 END_GRACE = 10.0  # seconds a rank may take to end when its launcher has died
 
 
-def layout_results(config: Config, *, fp64: bool, seed: int = 0) -> tuple[Metrics, Iterator[tuple[str, Tensor]]]:
+def layout_results(
+    config: Config, *, fp64: bool, seed: int = 0
+) -> tuple[Metrics, Iterator[tuple[str, Tensor]], list[Entry]]:
     """Log-probs, loss and gradients of one mini-batch of random responses in the layout of `config`.
 
     Args:
@@ -45,9 +49,10 @@ def layout_results(config: Config, *, fp64: bool, seed: int = 0) -> tuple[Metric
         seed: of the responses.
 
     Returns:
-        Metrics of the mini-batch, and (name, tensor) pairs: "log_probs/<response>" [n] and "grad/<Hugging Face name>",
-        the main gradient, one parameter at a time. They are a collective over the ranks with `Layout.sends_weights`,
-        each of which must consume them; there are none on the others.
+        Metrics of the mini-batch; (name, tensor) pairs: "log_probs/<response>" [n] and "grad/<Hugging Face name>",
+        the main gradient, one parameter at a time; and their names, dtypes and shapes beforehand. The pairs are a
+        collective over the ranks with `Layout.sends_weights`, each of which must consume them; there are none on the
+        others.
     """
     policy = Policy(config, parallel.initialize(config.parallel, config.run.seed, config.training.threads))
     if fp64:
@@ -58,7 +63,15 @@ def layout_results(config: Config, *, fp64: bool, seed: int = 0) -> tuple[Metric
     (mini_batch,) = batch.mini_batches()
     metrics = policy.gradients(mini_batch, force_all_reduce=True)
     every = gather_by_response(batch.micro_batches(), log_probs)
-    return metrics, _results(policy, every) if policy.layout.sends_weights else iter(())
+    if not policy.layout.sends_weights:
+        return metrics, iter(()), []
+    return metrics, _results(policy, every), _entries(policy, every)
+
+
+def _entries(policy: Policy, log_probs: dict[int, Tensor]) -> list[Entry]:
+    dtype = _main_grad(next(policy.chunks[0].parameters())).dtype
+    responses = [Entry(f"log_probs/{i}", values.dtype, tuple(values.shape)) for i, values in sorted(log_probs.items())]
+    return responses + [Entry(f"grad/{name}", dtype, shape) for name, shape in hf_shapes(policy.arch).items()]
 
 
 def _results(policy: Policy, log_probs: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -188,10 +201,10 @@ def run_job(job: dict[str, Any]) -> None:
     They are stored as a checkpoint, so that neither writing nor comparing holds all gradients at once.
     """
     config = Config.model_validate(job["config"])
-    metrics, tensors = layout_results(config, fp64=job["fp64"])
+    metrics, tensors, entries = layout_results(config, fp64=job["fp64"])
     outcome: dict[str, Any] = {"metrics": metrics}
     if dist.get_rank() == 0 and job["is_reference"]:
-        write_hf(job["reference"], config.model.path, tensors)
+        write_hf(job["reference"], config.model.path, tensors, entries)
     elif dist.get_rank() == 0:
         outcome["errors"] = compare(tensors, HFReader(job["reference"]))
     for _ in tensors:  # the other ranks take part in the gathering of each parameter

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dapo_megatron.config.run import Config
-from dapo_megatron.models.table import hf_shapes
+from dapo_megatron.models.table import exact_tensors, hf_shapes
 from dapo_megatron.rollout.client import Generated, Sampling, ServerClient
 from dapo_megatron.sync.sender import WeightSender
 from dapo_megatron.trainer import device
@@ -51,6 +51,7 @@ class WeightSync:
                 dtype=getattr(torch, config.fleet.dtype),
                 timeout=config.fleet.push_timeout,
                 backend=device.backend(),
+                exact=exact_tensors(policy.arch),
             )
             self._sender.connect()
 
@@ -163,6 +164,8 @@ class WeightSync:
         for chunk in self._policy.chunks:
             parameters = dict(chunk.named_parameters())
             for name, row in local_rows(chunk):
+                if row.is_buffer:
+                    continue
                 parameter = parameters[name]
                 generator = torch.Generator().manual_seed(zlib.crc32(row.name.encode()))
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)

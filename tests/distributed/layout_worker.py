@@ -59,6 +59,8 @@ def make_policy(model: str, case: dict[str, Any]) -> Policy:
 def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, Metrics], dict[str, Tensor]]:
     """Metrics by objective; tensors on the ranks that export."""
     policy = make_policy(model, case)
+    if case.get("export"):
+        return {}, {name: tensor.clone() for name, tensor in policy.export()} if policy.layout.sends_weights else {}
     batch = random_batch(policy)
     (mini_batch,) = batch.mini_batches()
     own = policy.log_probs(batch)

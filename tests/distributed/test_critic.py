@@ -25,28 +25,20 @@ SMALL = {"micro_batch_tokens": 72}
 # Family: name -> (layout, training section). Four ranks each but for the references.
 LAYOUTS: dict[str, dict[str, tuple[Case, Case]]] = {
     "qwen3": {
-        "DP4": ({}, {}),
         "DP4 small": ({}, SMALL),
-        "TP2": (TP2, {}),
         "TP2 SP": (SP, SMALL),
-        "PP2": (PP2, {}),
-        "PP4": ({"pipeline": 4}, {}),
         "PP2 VPP2": (VPP2, {}),
-        "CP2": ({"context": 2}, {}),
         "CP4": ({"context": 4}, {}),
-        "TP2 SP CP2": (SP | {"context": 2}, {}),
         "TP2 SP PP2 VPP2": (SP | VPP2, {"recompute": "full"}),
         "PP2 CP2": (PP2 | {"context": 2}, {}),
     },
     "qwen3_moe": {
-        "EP2": ({"expert": 2}, {}),
         "EP4 TP2 SP": (SP | {"expert": 4}, {}),
         "EP2 PP2 VPP2": (VPP2 | {"expert": 2}, {}),
     },
 }
 REFERENCE = "one rank"
 RESUMED: dict[str, tuple[str, str, Case]] = {
-    "DP4, bf16": ("qwen3", "bf16", {}),
     "TP2 SP PP2, bf16": ("qwen3", "bf16", SP | PP2),
     "PP2 VPP2": ("qwen3", "fp32", VPP2),
     "EP2, bf16": ("qwen3_moe", "bf16", {"expert": 2}),

@@ -121,7 +121,30 @@ LLAMA: dict[int, dict[str, tuple[Case, Case]]] = {
     2: {"TP2": (TP2, {}), "TP2 SP": (TP2_SP, SMALL), "PP2": (PP2, {}), "CP2": (CP2, {})},
     4: {"TP2 SP CP2": (TP2_SP | CP2, {})},
 }
-FAMILIES = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen2": QWEN2, "llama": LLAMA}
+# Latent attention; one dense layer in front of those with experts.
+DEEPSEEK: dict[int, dict[str, tuple[Case, Case]]] = {
+    1: {"selective": ({}, {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]})},
+    2: {
+        "TP2 SP": (TP2_SP, {}),
+        "EP2 TP2 SP": (EP2 | TP2_SP, FULL),
+        "PP2, 1 + 3 layers": (PP2 | {"pipeline_layers": [1, 3]}, {}),
+        "CP2": (CP2, {}),
+    },
+    4: {"EP2 TP2 SP PP2 VPP2": (EP2 | TP2_SP | PP2_VPP2, {})},
+}
+MIXTRAL: dict[int, dict[str, tuple[Case, Case]]] = {2: {"EP2 TP2 SP": (EP2 | TP2_SP, {})}}
+# Scaled embeddings, tied to an output that is not; norms around zero.
+GEMMA: dict[int, dict[str, tuple[Case, Case]]] = {2: {"TP2 SP": (TP2_SP, SELECTIVE), "PP2": (PP2, {})}}
+FAMILIES = {
+    "qwen3": DENSE,
+    "qwen3_moe": MOE,
+    "qwen2": QWEN2,
+    "llama": LLAMA,
+    "deepseek_v3": DEEPSEEK,
+    "mixtral": MIXTRAL,
+    "gemma": GEMMA,
+}
+UNTIED = ("llama", "deepseek_v3", "mixtral")
 
 
 def case_name(family: str, ranks: int, name: str) -> str:
@@ -146,7 +169,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("layouts")
     cases: dict[int, list[Case]] = {1: [], 2: [], 4: []}
     for family, by_ranks in FAMILIES.items():
-        untied = family == "llama"
+        untied = family in UNTIED
         common = {
             "model": str(tiny_model(folder / family, family, tied=not untied, vocab=151 if untied else 192)),
             "reference": str(folder / f"{family}.safetensors"),
@@ -156,7 +179,19 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
             for name, (layout, training) in layouts.items():
                 case = {"name": case_name(family, ranks, name), "parallel": layout, "training": training}
                 cases[ranks].append(common | case)
+    exported = {
+        "name": EXPORT,
+        "model": str(folder / "deepseek_v3"),
+        "reference": str(folder / "deepseek_v3" / "model.safetensors"),
+        "parallel": PP2,
+        "training": {"precision": "bf16"},
+        "export": True,
+    }
+    cases[2].append(exported)
     return run_all(cases, folder)
+
+
+EXPORT = "export in bf16"
 
 
 def run_all(cases: dict[int, list[Case]], folder: Path) -> Outcome:
@@ -202,6 +237,15 @@ def test_the_reference_exercises_what_layouts_break(outcome: Outcome, family: st
 @pytest.mark.parametrize("name", NAMES)
 def test_layout(outcome: Outcome, name: str) -> None:
     check(outcome, name, reference_name(name.partition(",")[0]))
+
+
+def test_export_keeps_fp32_what_the_model_keeps_fp32(outcome: Outcome) -> None:
+    """Stages send each other tensors of two precisions."""
+    errors = {name: error for name, (error, _) in outcome[EXPORT]["worst"].items()}
+    biases = {name for name in errors if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 3
+    assert {errors[name] for name in biases} == {0.0}
+    assert 0 < max(errors.values()) < 2**-8
 
 
 def test_smollm2(tmp_path: Path) -> None:

@@ -22,13 +22,10 @@ CP2 = {"context": 2}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "DP4, the policy's": ("qwen2", {}, None),
     "TP2 DP2, PP2 TP2": ("qwen2", TP2, TP2 | PP2),
-    "TP2 DP2, CP2 DP2": ("qwen2", TP2, CP2),
-    "TP2 PP2, DP4": ("qwen2", TP2 | PP2, {}),
     "PP2 DP2, CP4": ("qwen2", PP2, {"context": 4}),
     "PP2 VPP2 DP2, TP2 SP": ("qwen2", PP2_VPP2, TP2_SP),
     "CP2 DP2, PP2 VPP2": ("qwen2", CP2, PP2_VPP2),
     "experts: EP2 DP2, TP2 SP EP4": ("qwen3_moe", {"expert": 2}, TP2_SP | {"expert": 4}),
-    "experts: EP4, PP2": ("qwen3_moe", {"expert": 4}, PP2),
 }
 
 

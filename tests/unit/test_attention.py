@@ -13,7 +13,6 @@ from dapo_megatron.trainer.attention import (
     MAX_EXPLICIT_LENGTH,
     MAX_PADDING,
     PackedCoreAttention,
-    PackedRotary,
     RMSNorm,
     causal_attention,
     chunk_attention,
@@ -26,27 +25,31 @@ CPU = torch.device("cpu")
 
 def naive(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """One head, one query at a time, [heads, L, dim]: q attends to the keys up to its own place."""
-    heads, length, dim = query.shape
+    heads, length, _ = query.shape
     share = heads // key.shape[0]
     rows = [
         (query[h, i] @ key[h // share, : i + 1].T * scale).softmax(-1) @ value[h // share, : i + 1]
         for h in range(heads)
         for i in range(length)
     ]
-    return torch.stack(rows).view(heads, length, dim)
+    return torch.stack(rows).view(heads, length, value.shape[-1])
 
 
-def random_qkv(batch: int, heads: int, kv_heads: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+def random_qkv(
+    batch: int, heads: int, kv_heads: int, length: int, dtype: torch.dtype, *, value_dim: int = 4
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(length)
-    shapes = [(batch, h, length, 4) for h in (heads, kv_heads, kv_heads)]
+    shapes = [(batch, h, length, dim) for h, dim in ((heads, 4), (kv_heads, 4), (kv_heads, value_dim))]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("length", [1, 2, MAX_EXPLICIT_LENGTH, MAX_EXPLICIT_LENGTH + 1])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_causal_attention_forward_and_backward(length: int, heads: int, kv_heads: int, scale: float | None) -> None:
-    inputs = random_qkv(2, heads, kv_heads, length, torch.float64)
+@pytest.mark.parametrize(("scale", "value_dim"), [(None, 4), (0.3, 3)])
+def test_causal_attention_forward_and_backward(
+    length: int, heads: int, kv_heads: int, scale: float | None, value_dim: int
+) -> None:
+    inputs = random_qkv(2, heads, kv_heads, length, torch.float64, value_dim=value_dim)
     expected = torch.stack([naive(*(x[b] for x in inputs), scale=scale or 0.5) for b in range(2)])  # 1 / sqrt(4)
     found = causal_attention(*inputs, scale=scale)
     torch.testing.assert_close(found, expected)
@@ -173,12 +176,13 @@ def test_ranks_together_attend_as_one(rows: int, explicit: int, lengths: list[in
     """Without processes: every rank gets the gathered keys and values by hand."""
     lengths = sorted(2 * cp_size * length for length in lengths)
     generator = torch.Generator().manual_seed(sum(lengths))
-    query, key, value = inputs = [
-        torch.randn(sum(lengths), 1, h, 4, generator=generator, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)
+    query, key, value = inputs = [  # without a batch dimension and with smaller values, as latent attention's
+        torch.randn(sum(lengths), *shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((4, 4), (2, 4), (2, 3))
     ]
     expected = PackedCoreAttention(SimpleNamespace())(*inputs, packed_seq_params=pack(lengths, CPU))
     indices = [local_index(lengths, cp_size, rank) for rank in range(cp_size)]
-    gathered = torch.cat([key, value], -1)[torch.cat(indices), 0]
+    gathered = torch.cat([key, value], -1)[torch.cat(indices)]
     found = torch.zeros_like(expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_module, "QUERY_ROWS", rows)
@@ -214,35 +218,30 @@ def test_chunk_attention_returns_the_precision_of_its_queries(length: int) -> No
     assert key.grad.dtype == torch.float32
 
 
-def test_rotary_angles_equal_those_of_transformers() -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_theta=5e5, max_position_embeddings=4096)
-    positions = torch.tensor([0, 1, 2, 0, 1, 4000])
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    rotary = PackedRotary(16, 5e5)
-    angles = rotary(rotary.get_rotary_seq_len(None, None, None, None, SimpleNamespace(positions=positions)))
-    assert angles.shape == (6, 1, 1, 16)
-    torch.testing.assert_close(angles.cos()[:, 0, 0], cos[0])
-    torch.testing.assert_close(angles.sin()[:, 0, 0], sin[0])
-
-
-def test_bfloat16_does_not_round_the_frequencies() -> None:
-    module = torch.nn.Sequential(PackedRotary(16, 1e4)).bfloat16()
-    (rotary,) = module
-    assert rotary.inverse_frequency.dtype == torch.float32
-    exact = 1e4 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    torch.testing.assert_close(rotary.inverse_frequency.double(), exact, rtol=1e-6, atol=0)
-    assert rotary(torch.tensor([257])).dtype == torch.float32
+def norm_config(*, sequence_parallel: bool = False, zero_centered: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        params_dtype=torch.float32, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=zero_centered
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_rms_norm(sequence_parallel: bool) -> None:
-    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=sequence_parallel)
+    config = norm_config(sequence_parallel=sequence_parallel)
     norm = RMSNorm(config, 8, eps=1e-2)
     x = torch.randn(8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         norm.weight.copy_(torch.arange(8.0))
     torch.testing.assert_close(norm(x), x / (x.square().mean() + 1e-2).sqrt() * torch.arange(8.0))
     assert norm.weight.sequence_parallel is sequence_parallel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rms_norm_around_zero(dtype: torch.dtype) -> None:
+    """As transformers' Gemma: 1 + weight and the product are not rounded."""
+    norm = RMSNorm(norm_config(zero_centered=True), 8, eps=1e-2).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-0.01, 0.02, 8))
+    x = torch.randn(8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = x.double() / (x.double().square().mean() + 1e-2).sqrt() * (1 + norm.weight.double())
+    assert norm(x).dtype == dtype
+    torch.testing.assert_close(norm(x), exact.to(dtype), rtol=2e-7 if dtype == torch.float32 else 0, atol=0)

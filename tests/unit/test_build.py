@@ -9,7 +9,7 @@ from config_helpers import LLAMA, QWEN3_MOE
 
 from dapo_megatron.config.training import ParallelConfig, TrainingConfig
 from dapo_megatron.models.families import llama, qwen3_moe
-from dapo_megatron.trainer.build import transformer_config
+from dapo_megatron.trainer.model_config import transformer_config
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
 from tests.batches import load_batch, make_config

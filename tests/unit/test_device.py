@@ -22,6 +22,7 @@ from config_helpers import LLAMA
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -29,11 +30,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from dapo_megatron.config.training import OptimizerConfig, ParallelConfig, TrainingConfig
-from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.architecture import Architecture, LatentAttention
 from dapo_megatron.models.families import llama
 from dapo_megatron.run_state.writer import write_in_process
 from dapo_megatron.trainer import device
@@ -270,6 +272,16 @@ def test_random_state_is_restored_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     with pytest.raises(AssertionError):
         track_random_state(tmp_path)
+
+
+def test_latent_attention_is_allocated_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = LatentAttention(query_rank=None, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8)
+    arch = replace(llama.architecture(LLAMA | {"num_hidden_layers": 1}), latent=small, num_kv_heads=9)
+    attention = tiny(arch=arch).decoder.layers[0].self_attention
+    assert all(parameter.device == torch.device("cpu") for parameter in attention.parameters())
+    monkeypatch.setattr(multi_latent_attention, "RotaryEmbedding", RotaryEmbedding)
+    with pytest.raises(NO_CUDA):
+        tiny(arch=arch)
 
 
 def original(module: str, qualified: str) -> types.FunctionType:

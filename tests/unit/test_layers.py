@@ -1,5 +1,6 @@
 """Which modules layers are built of, what their parameters are called, and what is refused without them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,36 +11,50 @@ import dapo_megatron.trainer  # noqa: F401  (adapts megatron-core before it is i
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import MLPSubmodules
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from dapo_megatron.config.training import ParallelConfig, TrainingConfig
 from dapo_megatron.errors import UserError
-from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.architecture import Architecture, LatentAttention, SigmoidRouter
 from dapo_megatron.models.table import parameter_table
 from dapo_megatron.trainer import device, layers, no_te
 from dapo_megatron.trainer.attention import PackedCoreAttention, RMSNorm
-from dapo_megatron.trainer.build import transformer_config
+from dapo_megatron.trainer.latent_attention import WholeLinear
+from dapo_megatron.trainer.model_config import transformer_config
 from dapo_megatron.trainer.parallel import Layout
 
 SIZES = (2, 32, 4, 2, 8, 48, 64, 1e-6, 1e4, 128)
+LLAMA = Architecture("LlamaForCausalLM", *SIZES, tied_embeddings=False, qkv_bias=False)
+EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
+LATENT = LatentAttention(query_rank=24, kv_rank=20, nope_dim=12, rope_dim=8, value_dim=10)
+DEEPSEEK = replace(
+    LLAMA,
+    hf_class="DeepseekV3ForCausalLM",
+    num_kv_heads=4,
+    head_dim=20,
+    latent=LATENT,
+    sigmoid_router=SigmoidRouter(groups=1, groups_per_token=1, scale=2.5),
+    dense_layers=1,
+    shared_ffn_size=32,
+    **EXPERTS,
+)
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", *SIZES, tied_embeddings=False, qkv_bias=False),
-    "qwen2": Architecture("Qwen2ForCausalLM", *SIZES, tied_embeddings=False, qkv_bias=True),
-    "qwen3": Architecture("Qwen3ForCausalLM", *SIZES, tied_embeddings=False, qkv_bias=False, qk_norm=True),
-    "qwen3_moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        *SIZES,
-        tied_embeddings=False,
-        qkv_bias=False,
-        qk_norm=True,
-        num_experts=4,
-        experts_per_token=2,
-        expert_ffn_size=16,
-    ),
+    "llama": LLAMA,
+    "qwen2": replace(LLAMA, hf_class="Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": replace(LLAMA, hf_class="Qwen3ForCausalLM", qk_norm=True),
+    "qwen3_moe": replace(LLAMA, hf_class="Qwen3MoeForCausalLM", qk_norm=True, **EXPERTS),
+    "mixtral": replace(LLAMA, hf_class="MixtralForCausalLM", **EXPERTS),
+    "gemma": replace(LLAMA, hf_class="GemmaForCausalLM", zero_centered_norms=True, activation="gelu_tanh"),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3_plain": replace(DEEPSEEK, latent=replace(LATENT, query_rank=None), dense_layers=0),
 }
+LAYERS = [(family, layer) for family in ARCHITECTURES for layer in ((0, 1) if family == "deepseek_v3" else (0,))]
 LOCAL_FP32 = TrainingConfig.model_validate({"precision": "fp32"})
 ONE_RANK = ParallelConfig.model_validate({})
 
@@ -96,43 +111,60 @@ def test_backend_refused(
 # --- local layers ------------------------------------------------------------------------------------------------
 
 
+def layer_spec(arch: Architecture, backend: layers.Backend, layer: int) -> Any:
+    return layers.block_spec(arch, backend, range(layer, layer + 1)).layer_specs[0]
+
+
+def built(arch: Architecture, spec: Any) -> Any:
+    """A layer of megatron's own modules."""
+    config: TransformerConfig = transformer_config(arch, ONE_RANK, LOCAL_FP32, "local")
+    return build_module(spec, config=config, layer_number=1)
+
+
 def table_names(arch: Architecture, layer: int = 0) -> set[str]:
     prefix = f"decoder.layers.{layer}."
     return {row.name.removeprefix(prefix) for row in parameter_table(arch) if row.layer == layer}
 
 
-def parameter_names(arch: Architecture, spec: Any) -> set[str]:
-    """Names of a layer's parameters, built with megatron's own modules."""
-    config: TransformerConfig = transformer_config(arch, ONE_RANK, LOCAL_FP32, "local")
-    return {name for name, _ in build_module(spec, config=config, layer_number=1).named_parameters()}
+def stored_names(module: nn.Module) -> set[str]:
+    """Names of a module's parameters and lasting buffers."""
+    return {name for name in module.state_dict() if not name.endswith("_extra_state")}
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_local_layer_has_the_tables_names(layout: Layout, family: str) -> None:
+@pytest.mark.parametrize(("family", "layer"), LAYERS)
+def test_local_layer_has_the_tables_names(layout: Layout, family: str, layer: int) -> None:
     arch = ARCHITECTURES[family]
-    assert parameter_names(arch, layers.local_layer_spec(arch)) == table_names(arch)
+    assert stored_names(built(arch, layer_spec(arch, "local", layer))) == table_names(arch, layer)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_local_layer_is_ours_where_megatrons_cannot_pack(layout: Layout, family: str) -> None:
+@pytest.mark.parametrize(("family", "layer"), LAYERS)
+def test_local_layer_is_ours_where_megatrons_cannot_pack(layout: Layout, family: str, layer: int) -> None:
     arch = ARCHITECTURES[family]
-    block = layers.block_spec(arch, "local", 3)
-    assert len(block.layer_specs) == 3
-    assert block.layer_norm is RMSNorm
-    config = transformer_config(arch, ONE_RANK, LOCAL_FP32, "local")
-    layer = build_module(block.layer_specs[0], config=config, layer_number=1)
-    attention = layer.self_attention
+    module = built(arch, layer_spec(arch, "local", layer))
+    attention = module.self_attention
     assert isinstance(attention.core_attention, PackedCoreAttention)
-    norms = [layer.input_layernorm, layer.pre_mlp_layernorm]
+    norms = [module.input_layernorm, module.pre_mlp_layernorm]
     norms += [attention.q_layernorm, attention.k_layernorm] if arch.qk_norm else []
+    if arch.latent:
+        norms += [attention.kv_layernorm] + ([attention.q_layernorm] if arch.latent.query_rank else [])
+        assert isinstance(attention.linear_kv_down_proj, WholeLinear)
+        assert "linear_kv_down_proj._extra_state" in attention.state_dict()  # as of every linear of megatron's
     assert all(isinstance(norm, RMSNorm) for norm in norms)
     assert all(norm.eps == arch.norm_eps for norm in norms)
-    assert isinstance(getattr(layer.mlp, "experts", None), SequentialMLP) == (arch.num_experts > 0)
+    assert all(norm.zero_centered is arch.zero_centered_norms for norm in norms)
+    assert isinstance(getattr(module.mlp, "experts", None), SequentialMLP) == arch.has_experts(layer)
+
+
+def test_layers_of_a_chunk_are_those_of_their_numbers() -> None:
+    arch = replace(DEEPSEEK, num_layers=5, dense_layers=2)
+    block = layers.block_spec(arch, "local", range(1, 5))
+    assert block.layer_norm is RMSNorm
+    assert [spec.submodules.mlp.module for spec in block.layer_specs] == [MLP, MoELayer, MoELayer, MoELayer]
 
 
 def test_specs_are_not_shared_between_models() -> None:
-    layers.local_layer_spec(ARCHITECTURES["qwen3_moe"])
-    keys = layers.local_layer_spec(ARCHITECTURES["qwen3"]).submodules.sharded_state_dict_keys_map
+    layer_spec(ARCHITECTURES["qwen3_moe"], "local", 0)
+    keys = layer_spec(ARCHITECTURES["qwen3"], "local", 0).submodules.sharded_state_dict_keys_map
     assert keys["pre_mlp_layernorm."] == "mlp.linear_fc1.layer_norm_"
 
 
@@ -154,6 +186,14 @@ class NormLinear(Linear):
     def __init__(self, inputs: int, outputs: int, *, bias: bool, **_: Any) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.layer_norm_weight = nn.Parameter(torch.empty(inputs))
+
+
+class WholeTELinear(Linear):
+    """One that every rank has whole."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, parallel_mode: str, **_: Any) -> None:
+        assert parallel_mode == "duplicated"
+        super().__init__(inputs, outputs, bias=bias)
 
 
 class GroupedLinear(nn.Module):
@@ -192,6 +232,9 @@ class Provider:
     def fuse_layernorm_and_linear(self) -> bool:
         return True
 
+    def linear(self) -> type:
+        return WholeTELinear
+
     def column_parallel_layer_norm_linear(self) -> type:
         return NormLinear
 
@@ -220,38 +263,37 @@ class Provider:
 def te(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", Provider, raising=False)
     monkeypatch.setattr(gpt_layer_specs, "TENorm", Norm, raising=False)
+    monkeypatch.setattr(multi_latent_attention, "TELinear", WholeTELinear)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize(("family", "layer"), LAYERS)
 @pytest.mark.usefixtures("te")
-def test_te_layer_has_the_names_that_the_tables_map_to(layout: Layout, family: str) -> None:
+def test_te_layer_has_the_names_that_the_tables_map_to(layout: Layout, family: str, layer: int) -> None:
     arch = ARCHITECTURES[family]
-    block = layers.block_spec(arch, "te", 2)
-    assert block.layer_norm is Norm
-    names = parameter_names(arch, block.layer_specs[0])
-    prefix = "decoder.layers.0."
-    rows = [row for row in parameter_table(arch) if row.layer == 0]
-    mapped = {row.local_name(0, row.expert, te=True).removeprefix(prefix) for row in rows}
-    assert names == mapped
-    assert len(mapped) == len(table_names(arch))
+    assert layers.block_spec(arch, "te", range(2)).layer_norm is Norm
+    prefix = f"decoder.layers.{layer}."
+    rows = [row for row in parameter_table(arch) if row.layer == layer]
+    mapped = {row.local_name(layer, row.expert, te=True).removeprefix(prefix) for row in rows}
+    assert stored_names(built(arch, layer_spec(arch, "te", layer))) == mapped
+    assert len(mapped) == len(table_names(arch, layer))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "layer"), LAYERS)
 @pytest.mark.usefixtures("te")
-def test_both_backends_save_norms_under_the_same_keys(layout: Layout, family: str) -> None:
+def test_both_backends_save_norms_under_the_same_keys(layout: Layout, family: str, layer: int) -> None:
     """A run state of one backend is read by the other."""
     arch = ARCHITECTURES[family]
 
     def keys(spec: Any) -> set[str]:
         renamed = spec.submodules.sharded_state_dict_keys_map
         names = set()
-        for name in parameter_names(arch, spec):
+        for name in stored_names(built(arch, spec)):
             for old, new in renamed.items():
                 name = name.replace(old, new, 1) if name.startswith(old) else name
             names.add(name)
-        return {name for name in names if "norm" in name}
+        return {name for name in names if ".experts." not in name}
 
-    assert keys(layers.local_layer_spec(arch)) == keys(layers.te_layer_spec(arch))
+    assert keys(layer_spec(arch, "local", layer)) == keys(layer_spec(arch, "te", layer))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +303,7 @@ def test_both_backends_save_norms_under_the_same_keys(layout: Layout, family: st
         ("qwen3_moe", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
         ("qwen3_moe", "mlp.experts.local_experts.3.linear_fc2.weight", "mlp.experts.linear_fc2.weight1"),
         ("qwen3", "self_attention.q_layernorm.weight", "self_attention.q_layernorm.weight"),
+        ("deepseek_v3", "self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
     ],
 )
 def test_te_names(family: str, name: str, expected: str) -> None:
@@ -289,14 +332,14 @@ def test_te_packed() -> None:
 
 
 def test_no_fusion_on_a_cpu() -> None:
-    assert not any(layers.fusion_fields("local", cuda=False, weight_gradient=False).values())
-    assert not any(layers.fusion_fields("local", cuda=False, weight_gradient=True).values())
+    assert not any(layers.fusion_fields(LLAMA, "local", cuda=False, weight_gradient=False).values())
+    assert not any(layers.fusion_fields(LLAMA, "local", cuda=False, weight_gradient=True).values())
 
 
 @pytest.mark.parametrize("weight_gradient", [False, True])
 def test_fusion_on_a_gpu(weight_gradient: bool) -> None:
-    te = layers.fusion_fields("te", cuda=True, weight_gradient=weight_gradient)
-    local = layers.fusion_fields("local", cuda=True, weight_gradient=weight_gradient)
+    te = layers.fusion_fields(LLAMA, "te", cuda=True, weight_gradient=weight_gradient)
+    local = layers.fusion_fields(LLAMA, "local", cuda=True, weight_gradient=weight_gradient)
     assert {name for name, on in te.items() if not on} == (
         set() if weight_gradient else {"gradient_accumulation_fusion"}
     )
@@ -304,9 +347,15 @@ def test_fusion_on_a_gpu(weight_gradient: bool) -> None:
     assert only_te == {"apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"}
 
 
+@pytest.mark.parametrize(("family", "off"), [("gemma", "bias_activation_fusion"), ("deepseek_v3", "apply_rope_fusion")])
+def test_kernels_that_compute_something_else_are_not_used(family: str, off: str) -> None:
+    fields = layers.fusion_fields(ARCHITECTURES[family], "te", cuda=True, weight_gradient=True)
+    assert [name for name, on in fields.items() if not on] == [off]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_fusion_fields_are_megatrons(family: str) -> None:
     arch = ARCHITECTURES[family]
     config = transformer_config(arch, ONE_RANK, LOCAL_FP32, "local")
-    for name, on in layers.fusion_fields("local", cuda=False, weight_gradient=False).items():
+    for name, on in layers.fusion_fields(arch, "local", cuda=False, weight_gradient=False).items():
         assert getattr(config, name) is on

@@ -1,5 +1,6 @@
 """Layouts that a model cannot have are refused with the keys, the rule and what would be allowed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,21 @@ def test_layouts_a_model_with_experts_cannot_have(sizes: dict[str, Any], message
     with pytest.raises(UserError) as caught:
         check_layout(EXPERTS, parallel(**sizes), "Tiny")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"ffn_size": 98, "shared_ffn_size": 36}, "the MLP size 98 of Tiny; use 1 or 2"),
+        ({"ffn_size": 96, "shared_ffn_size": 38}, "the MLP size 38 of the shared experts of Tiny; use 1 or 2"),
+    ],
+)
+def test_each_kind_of_mlp_sets_its_rule(sizes: dict[str, int], message: str) -> None:
+    arch, layout = replace(EXPERTS, dense_layers=1, **sizes), parallel(tensor=4, sequence=True)
+    with pytest.raises(UserError) as caught:
+        check_layout(arch, layout, "Tiny")
+    assert f"parallel.tensor=4 does not divide {message}" in str(caught.value)
+    check_layout(replace(arch, ffn_size=96, shared_ffn_size=36), layout, "Tiny")
 
 
 def test_tensor_parallel_size_must_divide_the_mlp() -> None:

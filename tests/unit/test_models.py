@@ -11,7 +11,6 @@ import pytest
 import torch
 from config_helpers import LLAMA, QWEN3_MOE
 from safetensors.torch import load_file
-from torch import Tensor
 
 from dapo_megatron.checkpoint.export import export_hf
 from dapo_megatron.checkpoint.hf import HFReader
@@ -22,10 +21,18 @@ from dapo_megatron.models.registry import SUPPORTED_ARCHITECTURES, architecture_
 from dapo_megatron.trainer.build import build_model, load_weights
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
-from dapo_megatron.trainer.ranks import gather_by_response
-from tests.batches import load_batch, make_batch, make_config, rows_of
+from tests.against_transformers import check_log_probs
+from tests.batches import make_config
+from tests.models import TINY_FAMILIES
 
-VARIANTS = [(family, tied) for family in ("llama", "qwen2", "qwen3", "qwen3_moe") for tied in (True, False)]
+VARIANTS = [(family, tied) for family in TINY_FAMILIES for tied in (True, False)]
+
+EXPERTS = {  # how many, active, of which size, and the size of the shared ones
+    "qwen3_moe": (8, 2, 48, 0),
+    "mixtral": (12, 2, 96, 0),
+    "deepseek_v3": (12, 4, 24, 48),
+    "deepseek_v3_plain": (12, 4, 24, 48),
+}
 
 QWEN3 = QWEN3_MOE | {"architectures": ["Qwen3ForCausalLM"]}
 
@@ -37,18 +44,23 @@ def architecture(folder: Path, base: dict[str, Any] = LLAMA, **changes: Any) -> 
     return architecture_of(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), VARIANTS)
 def test_architecture_of_a_checkpoint(checkpoint: Callable[..., Path], family: str, tied: bool) -> None:
     arch = architecture_of(checkpoint(family, tied=tied))
     assert (arch.num_layers, arch.hidden_size, arch.ffn_size, arch.vocab_size) == (4, 64, 96, 151)
-    assert (arch.num_heads, arch.num_kv_heads, arch.head_dim) == (4, 2, 16)
+    latent = family.startswith("deepseek")
+    assert (arch.num_heads, arch.num_kv_heads) == (4, 4 if latent else 2)
+    assert arch.head_dim == (28 if latent else 24 if family == "gemma" else 16)
+    assert (arch.value_dim, arch.rotary_dim) == ((20, 16) if latent else (arch.head_dim, arch.head_dim))
     assert (arch.norm_eps, arch.rope_theta, arch.max_positions) == (1e-6, 10000.0, 512)
     assert arch.tied_embeddings is tied
     assert arch.qkv_bias is (family == "qwen2")
     assert arch.qk_norm is family.startswith("qwen3")
-    experts = (arch.num_experts, arch.experts_per_token, arch.expert_ffn_size, arch.norm_topk_prob)
-    assert experts == ((8, 2, 48, True) if family == "qwen3_moe" else (0, 0, 0, True))
+    experts = (arch.num_experts, arch.experts_per_token, arch.expert_ffn_size, arch.shared_ffn_size)
+    assert experts == EXPERTS.get(family, (0, 0, 0, 0))
+    assert [arch.has_experts(layer) for layer in range(5)] == [family in EXPERTS] * 5 or family == "deepseek_v3"
+    assert arch.uniform_layers is (family != "deepseek_v3")
+    assert arch.has_dense_layers is (family not in EXPERTS or family == "deepseek_v3")
     assert arch.hf_class in SUPPORTED_ARCHITECTURES
 
 
@@ -87,10 +99,18 @@ def test_optional_keys_of_qwen3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "names the architecture MambaForCausalLM; supported are Llama"),
+        ({"architectures": ["MambaForCausalLM"]}, "names the architecture MambaForCausalLM; supported are DeepseekV3"),
         ({"architectures": None}, r"names the architecture \(none\)"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type='llama3' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_type='yarn' is not supported: use"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None is not supported: the rot"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config=.* is not supported: .* dequantise"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -119,7 +139,7 @@ def test_what_megatron_would_silently_not_do_is_refused(tmp_path: Path, changes:
         (QWEN3_MOE, {"num_local_experts": 0}, "num_local_experts=0 is not supported"),
         (QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size=None is not supported"),
         (QWEN3_MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is not supported: there are 8 experts"),
-        (QWEN3_MOE, {"num_experts_per_tok": 1}, "norm_topk_prob=True is not supported: a single expert's weight"),
+        (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported: a single expert's weight"),
     ],
 )
 def test_what_is_refused_of_qwen3(tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
@@ -139,34 +159,11 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
         architecture_of(tmp_path / "missing")
 
 
-def load_in_transformers(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-@torch.no_grad()
-def expected_log_probs(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float) -> Tensor:
-    """Log-probs of the response's tokens, fp32, computed by transformers."""
-    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1)[torch.arange(len(response)), response]
-
-
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)
 def test_log_probs_equal_those_of_transformers(
     layout: Layout, checkpoint: Callable[..., Path], family: str, tied: bool
 ) -> None:
-    folder = checkpoint(family, tied=tied)
-    policy = Policy(make_config(folder, rollout={"temperature": 0.7}), layout)
-    batch = load_batch(policy)
-    found = gather_by_response(batch.micro_batches(), policy.log_probs(batch))
-    _, tokens = make_batch(policy.arch.vocab_size)
-    reference = load_in_transformers(folder)
-    for response, (prompt, answer, _unused) in rows_of(tokens).items():
-        if len(answer):
-            expected = expected_log_probs(reference, prompt.tolist(), answer.tolist(), 0.7)
-            torch.testing.assert_close(found.pop(response), expected, atol=1e-4, rtol=0)
-    assert not found
+    check_log_probs(checkpoint(family, tied=tied), layout)
 
 
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)

@@ -11,6 +11,7 @@ import dapo_megatron.trainer  # noqa: F401  (adapts megatron-core before it is i
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
 from dapo_megatron.config.run import Config
@@ -94,6 +95,14 @@ def test_moe_router(monkeypatch: pytest.MonkeyPatch) -> None:
         route()
 
 
+def test_latent_attention(layout: Layout, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(checkpoint("deepseek_v3", tied=False))
+    Policy(config, layout)
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
+    with pytest.raises(TypeError, match="isinstance"):
+        Policy(config, layout)
+
+
 def recompute() -> torch.Tensor | None:
     """Gradient of sum(x^3), where x^2 is discarded and computed again."""
     x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -117,9 +126,11 @@ def test_recompute_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_fixed_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(no_te, "has_te", lambda: True)
     monkeypatch.delattr(moe_utils, "te_general_gemm")
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
     before = DistributedOptimizer.load_state_dict, CheckpointWithoutOutput.__init__
     no_te.apply.__wrapped__()
     assert not hasattr(moe_utils, "te_general_gemm")
+    assert multi_latent_attention.HAVE_TE
     assert (DistributedOptimizer.load_state_dict, CheckpointWithoutOutput.__init__) == before
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.models.architecture import Architecture
+from dapo_megatron.models.architecture import Architecture, LatentAttention
+from dapo_megatron.models.flops import layer_parameters
 from dapo_megatron.trainer.packing import CostModel, first_fit, plan_micro_batches
 
 COST = CostModel(quadratic_length=8192)
@@ -168,3 +169,12 @@ def test_cost_of_a_mixture_counts_active_experts() -> None:
     )
     attention, experts = 2 * 2048 * (4096 + 512), 8 * 3 * 2048 * 768
     assert CostModel.of(mixture).quadratic_length == (attention + experts) / 4096
+
+
+def test_cost_of_latent_attention_counts_both_sizes_of_its_heads() -> None:
+    """DeepSeek-V3's queries and keys have 192 numbers, its values 128: a position costs as 160 of each."""
+    latent = LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    arch = replace(
+        QWEN_7B, hf_class="DeepseekV3ForCausalLM", num_heads=128, num_kv_heads=128, head_dim=192, latent=latent
+    )
+    assert CostModel.of(arch).quadratic_length == layer_parameters(arch) / (128 * 160)

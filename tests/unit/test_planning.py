@@ -136,6 +136,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 12,
     },
+    "mixed": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 8,
+        "q_lora_rank": 14,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 5,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
 }
 
 

@@ -15,6 +15,8 @@ from dapo_megatron.config.preflight import preflight
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 
+PPO = "algorithm.advantage.estimator=gae"
+
 
 def check(folder: Path, *overrides: str, num_ranks: int = 1, **sections: Any) -> None:
     preflight(load_config(write_config(folder, **sections), overrides), num_ranks)
@@ -83,11 +85,34 @@ def test_tensor_that_the_index_promises_but_the_shard_lacks(folder: Path) -> Non
     assert f"{SHARD} lacks the tensor c.weight" in message(folder)
 
 
+@pytest.fixture
+def megatron(folder: Path) -> Path:
+    """The model's folder, with a Megatron checkpoint in place of safetensors."""
+    model = folder / "model"
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    for name in (".metadata", "metadata.json", "common.pt", "__0_0.distcp"):
+        (model / name).touch()
+    return model
+
+
+def test_megatron_checkpoint_passes(folder: Path, megatron: Path) -> None:
+    check(folder)
+    check(folder, PPO, f"critic.path={megatron}")
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt", "*.distcp"])
+def test_incomplete_megatron_checkpoint(folder: Path, megatron: Path, name: str) -> None:
+    for file in megatron.glob(name):
+        file.unlink()
+    assert message(folder) == f"model.path: {megatron} has no {name}: it is no complete Megatron checkpoint"
+
+
 def test_unknown_architecture(tmp_path: Path) -> None:
     write_model(tmp_path / "model", architectures=["MambaForCausalLM"])
     text = message(tmp_path)
     assert "MambaForCausalLM" in text
-    assert "LlamaForCausalLM, Qwen2ForCausalLM" in text
+    assert "Qwen2ForCausalLM, Qwen3ForCausalLM" in text
 
 
 def test_tensor_parallel_size_must_divide_heads(folder: Path) -> None:
@@ -102,7 +127,10 @@ def test_tensor_parallel_size_must_divide_the_mlp(tmp_path: Path) -> None:
 
 def test_pipeline_must_divide_layers(folder: Path) -> None:
     text = message(folder, "parallel.pipeline=4", num_ranks=4)
-    assert text == "parallel.pipeline=4 does not divide 6 layers of model; use 1, 2, 3 or 6"
+    assert text == (
+        "parallel.pipeline=4 does not divide 6 layers of model; use 1, 2, 3 or 6, or say in parallel.pipeline_layers "
+        "how many each has"
+    )
 
 
 def test_ranks_must_be_whole_copies(folder: Path) -> None:
@@ -204,18 +232,34 @@ def test_replay_needs_recorded_batches_and_nothing_of_the_fleet(folder: Path, mo
     check(folder, f"rollout.replay={recorded}")
 
 
-def saved_state(run_dir: Path) -> None:
+def saved_state(run_dir: Path, **run: Any) -> Path:
     state = run_dir / "state/step_000002"
     state.mkdir(parents=True)
     (state / "manifest.json").write_text("{}")
-    (state / "run.json").write_text(json.dumps({"layout": ParallelConfig.model_validate({}).layout(2)}))
+    saved = {"step": 2, "layout": ParallelConfig.model_validate({}).layout(2)} | run
+    (state / "run.json").write_text(json.dumps(saved))
     (run_dir / "state/latest").write_text("step_000002\n")
+    return state
 
 
 def test_resume_needs_the_same_layout(folder: Path) -> None:
-    saved_state(folder / "run")
+    state = saved_state(folder / "run")
     check(folder, num_ranks=2)
-    assert "was saved with the layout" in message(folder, num_ranks=1)
+    assert message(folder, num_ranks=1) == (
+        f"run.resume: {state} was saved with the layout data=2, this run has data=1, and the optimizer's state in it "
+        "fits the former alone: resume it there once with run.steps=2, which writes it again for every layout"
+    )
+
+
+def test_state_for_every_layout_needs_no_same_one(folder: Path) -> None:
+    saved_state(folder / "run", optimizer="fully_reshardable")
+    check(folder, "parallel.tensor=3", num_ranks=3)
+
+
+def test_saved_state_that_says_no_layout(folder: Path) -> None:
+    state = saved_state(folder / "run")
+    (state / "run.json").write_text("{}")
+    assert message(folder) == f"saved state {state} is damaged: run.json has no 'layout'"
 
 
 def test_resume_never_refuses_a_saved_state(folder: Path) -> None:
@@ -226,9 +270,6 @@ def test_resume_never_refuses_a_saved_state(folder: Path) -> None:
 def test_run_folder_must_be_a_folder(folder: Path) -> None:
     (folder / "run").write_text("")
     assert "run.dir" in message(folder)
-
-
-PPO = "algorithm.advantage.estimator=gae"
 
 
 def test_critic_of_its_own_checkpoint(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Saved states on disk, and a run that continues from one as if it had never stopped."""
 
+import hashlib
 import json
 import os
 import random
@@ -20,11 +21,21 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.files import write_atomically
 from dapo_megatron.run_state.checkpoint import RunState, load_latest
-from dapo_megatron.run_state.store import latest_state, publish, read_run, state_dir, state_path, verify
+from dapo_megatron.run_state.store import (
+    MANIFEST,
+    RUN,
+    latest_state,
+    publish,
+    read_run,
+    state_dir,
+    state_path,
+    verify,
+)
 from dapo_megatron.trainer.critic import Critic
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
@@ -52,7 +63,7 @@ def test_published_state_is_the_latest(tmp_path: Path) -> None:
     for step in (1, 2):
         state = publish_step(tmp_path, step)
         assert latest_state(tmp_path) == state
-        assert read_run(state) == {"step": step}
+        assert read_run(state, "step") == {"step": step, "optimizer": "dp_reshardable"}
         verify(state)
     assert steps_kept(tmp_path) == ["latest", "step_000001", "step_000002"]
 
@@ -105,6 +116,12 @@ def test_half_written_json_is_named(tmp_path: Path, name: str, read: Callable[[P
         read(state)
 
 
+def test_missing_key_is_named(tmp_path: Path) -> None:
+    state = publish_step(tmp_path, 1)
+    with pytest.raises(UserError, match=r"damaged: run.json has no 'layout'"):
+        read_run(state, "step", "layout")
+
+
 @pytest.mark.parametrize("pointer", ["step_000009", ""])
 def test_latest_that_names_nothing(tmp_path: Path, pointer: str) -> None:
     publish_step(tmp_path, 1)
@@ -142,9 +159,10 @@ def config(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
     return make
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resumed_run_ends_bit_equal(layout: Layout, config: Make, precision: str) -> None:
-    settings = config(training={"precision": precision, "mini_batch": 8})  # two updates a step
+@pytest.mark.parametrize(("precision", "reshardable"), [("fp32", "last"), ("bf16", "last"), ("bf16", "always")])
+def test_resumed_run_ends_bit_equal(layout: Layout, config: Make, precision: str, reshardable: str) -> None:
+    training = {"precision": precision, "mini_batch": 8}  # two updates a step
+    settings = config(training=training, run={"reshardable": reshardable})
     policy = Policy(settings, layout)
     state = RunState(settings, policy)
     train(policy, state, 2)  # saved after the second step
@@ -269,13 +287,93 @@ def test_damaged_state_is_refused(layout: Layout, config: Make, saved: Path) -> 
         load_latest(settings, Policy(settings, layout))
 
 
-def test_state_of_another_layout_is_refused(layout: Layout, config: Make, saved: Path) -> None:
-    run = json.loads((saved / "run.json").read_text())
-    run["layout"]["data"] = 2
-    (saved / "run.json").write_text(json.dumps(run))
+# The same on one rank, and yet another layout than none given.
+OTHER: dict[str, Any] = {"parallel": {"pipeline_layers": [4]}}
+
+
+def test_state_in_the_buffers_of_a_layout_fits_no_other_until_it_is_saved_again(layout: Layout, config: Make) -> None:
+    """By a run at its layout that has no step to do."""
+    long = config(run={"steps": 9, "save_every": 1})
+    policy = Policy(long, layout)
+    train(policy, RunState(long, policy), 1)
+    elsewhere = config(**OTHER, run={"steps": 9})
+    saved, remedy = state_path(long.run.dir, 1), "resume it there once with run.steps=1"
+    refusal = (
+        rf"{saved} was saved with the layout pipeline_layers=None, this run has pipeline_layers=\[4\], .* {remedy}"
+    )
+    with pytest.raises(UserError, match=refusal):
+        load_latest(elsewhere, Policy(elsewhere, layout))
+    load_latest(config(run={"steps": 1}), policy).save()
+    resumed = Policy(elsewhere, layout)
+    assert load_latest(elsewhere, resumed).step == 1
+    assert differing(resumed, policy) == []
+
+
+@pytest.mark.parametrize(
+    ("reshardable", "steps", "expected"),
+    [("last", 3, "dp dp fully"), ("last", 9, "dp dp dp"), ("always", 9, "fully fully fully")],
+)
+def test_states_for_all_layouts(
+    layout: Layout, config: Make, tmp_path: Path, reshardable: str, steps: int, expected: str
+) -> None:
+    settings = config(run={"steps": steps, "save_every": 1, "keep": 9, "reshardable": reshardable})
+    state = RunState(settings, Policy(settings, layout))
+    for _ in range(3):
+        state.finish_step({}, 0)
+    kinds = [read_run(state_path(tmp_path, step))["optimizer"] for step in (1, 2, 3)]
+    assert kinds == [f"{kind}_reshardable" for kind in expected.split()]
+    state.save()  # the run ends here, whatever it was to do
+    assert read_run(state_path(tmp_path, 3))["optimizer"] == "fully_reshardable"
+
+
+def test_random_state_of_another_layout_is_left_there(layout: Layout, config: Make, saved: Path) -> None:
+    settings = config(**OTHER)
+    policy, _ = Policy(settings, layout), torch.rand(1)
+    expected = torch.get_rng_state()
+    assert RunState(settings, policy).restore()
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def edit_run(state: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a state says of its run; its checksum follows."""
+    run, manifest = (json.loads((state / name).read_text()) for name in (RUN, MANIFEST))
+    change(run)
+    (state / RUN).write_text(text := json.dumps(run))
+    manifest[RUN] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (state / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_state_of_an_earlier_version(layout: Layout, config: Make) -> None:
+    """Stages were all alike, states all of one kind, and fewer things known of a model."""
+    settings = config(run={"steps": 9, "save_every": 1})
+    RunState(settings, Policy(settings, layout)).finish_step({}, 0)
+    for place, key in ((None, "optimizer"), ("layout", "pipeline_layers"), ("model", "norm_topk_prob")):
+        edit_run(state_path(settings.run.dir, 1), lambda run: (run[place] if place else run).pop(key))  # noqa: B023
+    assert load_latest(settings, Policy(settings, layout)).step == 1
+
+
+def test_saved_state_is_a_checkpoint_to_start_from(
+    layout: Layout, config: Make, checkpoint: Callable[..., Path]
+) -> None:
+    """It starts another run with its weights, whose states are such checkpoints in turn."""
     settings = config()
-    with pytest.raises(UserError, match="was saved with the layout data=2, this run has data=1"):
-        load_latest(settings, Policy(settings, layout))
+    policy = Policy(settings, layout)
+    train(policy, RunState(settings, policy), 2)
+    state = state_path(settings.run.dir, 2)
+    assert read_run(state)["model_path"] == str(checkpoint())
+    reader = open_weights(state)
+    assert reader.names() == [name for name, _ in policy.export()]
+    assert all(torch.equal(reader(name), tensor) for name, tensor in policy.export())
+
+    other = make_config(state, run={"dir": f"{settings.run.dir}/other"})
+    second = Policy(other, layout)
+    loaded, trained = dict(second.chunks[0].named_parameters()), dict(policy.chunks[0].named_parameters())
+    assert all(torch.equal(loaded[name], parameter) for name, parameter in trained.items())
+    RunState(other, second).save()
+    again = Path(settings.run.dir, "other/state/step_000000")
+    given = {path.name for path in checkpoint().iterdir() if path.suffix != ".safetensors"}
+    found = {path.name for path in again.iterdir() if path.suffix != ".distcp"}
+    assert found == given | {".metadata", "metadata.json", "common.pt", RUN, MANIFEST}
 
 
 def test_state_of_another_model_or_precision_is_refused(layout: Layout, config: Make, saved: Path) -> None:

@@ -43,6 +43,19 @@ def test_extra_arguments_come_last() -> None:
     assert words[-2:] == ["--block-size", "16"]
 
 
+def test_weights_that_vllm_cannot_read_are_left_to_the_first_push(tmp_path: Path) -> None:
+    def load_format() -> list[str]:
+        words = server_arguments(
+            model=str(tmp_path), port=7, fleet=FleetConfig(), max_model_len=64, seed=5, on_cpu=True
+        )
+        return words[words.index("--load-format") :][:2] if "--load-format" in words else []
+
+    (tmp_path / "model.safetensors").touch()
+    assert load_format() == []
+    (tmp_path / "model.safetensors").rename(tmp_path / "__0_0.distcp")
+    assert load_format() == ["--load-format", "dummy"]
+
+
 def test_environment_has_nothing_of_torchrun() -> None:
     inherited = dict.fromkeys(
         ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "GROUP_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"], "1"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dapo_megatron.checkpoint.safetensors_file import Entry
 from dapo_megatron.trainer import device, parallel
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.verify_layout import (
@@ -50,8 +51,12 @@ def test_compare_refuses_what_cannot_agree() -> None:
 def test_fp64_results_are_those_of_fp32_to_its_rounding(model: Path) -> None:
     """And have gradients: megatron's hooks must survive the change of dtype."""
     config = make_config(model)
-    (exact, tensors), (rounded, rounded_tensors) = (layout_results(config, fp64=fp64) for fp64 in (True, False))
-    errors = compare(rounded_tensors, dict(tensors).__getitem__)
+    (exact, tensors, entries), (rounded, rounded_tensors, _) = (
+        layout_results(config, fp64=fp64) for fp64 in (True, False)
+    )
+    pairs = dict(tensors)
+    assert entries == [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs.items()]
+    errors = compare(rounded_tensors, pairs.__getitem__)
     assert len([name for name in errors if name.startswith("grad/")]) == 50
     assert len([name for name in errors if name.startswith("log_probs/")]) == 15  # one response is empty
     assert 1e-9 < max(errors.values()) < 1e-4
@@ -62,14 +67,14 @@ def test_fp64_results_are_those_of_fp32_to_its_rounding(model: Path) -> None:
 def test_a_wrong_gradient_is_found(model: Path) -> None:
     config = make_config(model)
     reference = dict(layout_results(config, fp64=True)[1])
-    _, found = layout_results(make_config(model, rollout={"temperature": 1.001}), fp64=True)
+    _, found, _ = layout_results(make_config(model, rollout={"temperature": 1.001}), fp64=True)
     errors = compare(found, reference.__getitem__)
     assert min(error for name, error in errors.items() if name.startswith("grad/")) > 1e-5
 
 
 def test_a_few_tokens_are_clipped_and_most_are_not(model: Path) -> None:
     config = make_config(model)
-    metrics, _ = layout_results(config, fp64=True)
+    metrics, _, _ = layout_results(config, fp64=True)
     assert 0.02 < metrics["clip_high"] < 0.3
     assert 0.01 < metrics["clip_low"] < 0.3
 

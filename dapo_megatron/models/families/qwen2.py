@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from dapo_megatron.models.architecture import Architecture, dense_architecture, require_full_attention
+from dapo_megatron.models.architecture import Architecture, dense_architecture
 from dapo_megatron.models.families import Family, llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """Dimensions from a Qwen2ForCausalLM config.json."""
-    require_full_attention(config)
     return dense_architecture(config, qkv_bias=True)
 
 
