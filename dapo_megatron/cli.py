@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args
 
 from dapo_megatron import __version__
+from dapo_megatron.checkpoint import quantize_command
 from dapo_megatron.checkpoint.commands import add_commands
 from dapo_megatron.config.algorithm import AlgorithmConfig
 from dapo_megatron.config.load import load_config
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_verify(commands)
     add_commands(commands)
+    quantize_command.add_command(commands)
     return parser
 
 

@@ -14,7 +14,6 @@ from dapo_megatron.checkpoint.manifest import read_manifest, record, verify_tens
 from dapo_megatron.checkpoint.megatron import CRITIC, MegatronCheckpoint
 from dapo_megatron.checkpoint.source import COMPUTED, MegatronSource
 from dapo_megatron.checkpoint.weights import WeightReader, open_weights
-from dapo_megatron.models.sharding import merge_shards
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _verify_megatron(checkpoint: MegatronCheckpoint) -> int:
 
     def read(name: str) -> Tensor:
         item, i = places[name]
-        return merge_shards(item.row.rule, [checkpoint.whole(item.row, item.prefix)])[i]
+        return checkpoint.tensors(item.row, checkpoint.whole(item.row, item.prefix))[i]
 
     verify_tensors(checkpoint.folder, expected, read, places)
     return len(expected)

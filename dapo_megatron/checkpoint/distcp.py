@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from dapo_megatron.checkpoint.boxes import Part, Shape, covered, shared, slices
 from dapo_megatron.checkpoint.payload import Payload, RestrictedUnpickler, describe
-from dapo_megatron.checkpoint.raw import disk_errors, read_box, read_into
+from dapo_megatron.checkpoint.raw import as_bytes, disk_errors, read_box, read_into
 from dapo_megatron.errors import UserError
 from dapo_megatron.files import write_atomically
 
@@ -115,7 +115,7 @@ class DistFile:
             raise ValueError(f"{key}: a chunk of shape {tuple(tensor.shape)} cannot lie at {tuple(offset)}")
         tensor = tensor.detach().cpu().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes the whole storage
-            tensor = tensor.clone()
+            tensor = _alone(tensor)
         with self._appending() as stream, _without_checksums():
             torch.save(tensor, cast(IO[bytes], stream))
         return self._chunk(key, tuple(offset), tuple(tensor.shape), stream.start)
@@ -159,6 +159,13 @@ class DistFile:
             os.lseek(self._handle, self.length, os.SEEK_SET)
             raise
         self.length = stream.position
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A contiguous view as a tensor whose storage is those elements and no others: the same memory, not a copy."""
+    if not tensor.numel():
+        return tensor.clone()
+    return torch.frombuffer(as_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
 
 
 @contextmanager
@@ -297,7 +304,8 @@ class DistReader:
     def read(self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
         """A box of a tensor, contiguous, from the parts of the chunks that meet it; the whole without a box.
 
-        Holds beside it at most one part, or a whole chunk where one is not stored in the order of its indices.
+        Holds beside it at most one part that is not a stretch of it, or a whole chunk where one is not stored in the
+        order of its indices.
 
         Raises:
             UserError: if the checkpoint has no such tensor, it does not fill the box, or a file is damaged.
@@ -319,7 +327,7 @@ class DistReader:
             return self._read_part(chunks[i], part, dtype)
         found = torch.empty(sizes, dtype=dtype)
         for i, part in met.items():
-            found[part.slices] = self._read_part(chunks[i], part, dtype)
+            self._read_part(chunks[i], part, dtype, found[part.slices])
         return found
 
     def object_bytes(self, key: str) -> bytes:
@@ -395,8 +403,8 @@ class DistReader:
         meeting = (starts < begin + np.array(shape, np.int64)) & (stops > begin)
         return [int(i) for i in np.flatnonzero(meeting.all(axis=1))]
 
-    def _read_part(self, chunk: Chunk, part: Part, dtype: torch.dtype) -> Tensor:
-        """A part of a chunk, from the file."""
+    def _read_part(self, chunk: Chunk, part: Part, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
+        """A part of a chunk, from the file; in `place` where that is given."""
         with self._reading(chunk) as handle:
             if (chunk.file, chunk.start) not in self._payloads:
                 self._payloads[chunk.file, chunk.start] = describe(handle, chunk.start, chunk.length)
@@ -407,11 +415,14 @@ class DistReader:
                 )
             if payload.contiguous:
                 base = payload.base + payload.first * dtype.itemsize
-                return read_box(handle, base, dtype, chunk.shape, part.within, part.shape)
+                straight = place if place is not None and place.is_contiguous() else None
+                found = read_box(handle, base, dtype, chunk.shape, part.within, part.shape, straight)
+                return found if place is None or straight is not None else place.copy_(found)
             count = payload.size // dtype.itemsize
             storage = read_box(handle, payload.base, dtype, (count,), (0,), (count,))
         tensor = storage.as_strided(payload.shape, payload.stride, payload.first).reshape(chunk.shape)
-        return tensor[slices(part.within, part.shape)].contiguous()
+        found = tensor[slices(part.within, part.shape)]
+        return found.contiguous() if place is None else place.copy_(found)
 
     @contextmanager
     def _reading(self, chunk: Chunk) -> Iterator[int]:

@@ -107,6 +107,10 @@ class MegatronCheckpoint:
         offset = (*stored.index, *(0 for _ in shape))
         return self.files.read(prefix + stored.key, offset, (*(1 for _ in stored.index), *shape)).reshape(shape)
 
+    def tensors(self, row: Parameter, whole: Tensor) -> list[Tensor]:
+        """The Hugging Face tensors that a whole parameter is made of; it itself, no copy, where it is but one."""
+        return [whole] if len(row.hf_names) == 1 else merge_shards(row.rule, [whole])
+
 
 class MegatronReader:
     """The weights of a Megatron checkpoint under Hugging Face's names. Usable as a `models.sharding.Reader`.
@@ -145,7 +149,7 @@ class MegatronReader:
         if len(row.hf_names) == 1 and dim is not None:
             return self._box(row, dim, start, stop)
         if self._last is None or self._last[0] != row.name:
-            self._last = (row.name, merge_shards(row.rule, [self.checkpoint.whole(row)]))
+            self._last = (row.name, self.checkpoint.tensors(row, self.checkpoint.whole(row)))
         tensor = self._last[1][i]
         return (tensor if dim is None else tensor.narrow(dim, start, stop - start)).contiguous()
 

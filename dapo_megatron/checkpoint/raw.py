@@ -58,7 +58,13 @@ def disk_errors(path: str | Path) -> Iterator[None]:
 
 
 def read_box(
-    handle: int, base: int, dtype: torch.dtype, shape: Sequence[int], offset: Sequence[int], box: Sequence[int]
+    handle: int,
+    base: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    box: Sequence[int],
+    out: Tensor | None = None,
 ) -> Tensor:
     """A box of a row-major array in a file, contiguous; holds at most `_BLOCK` bytes beside it.
 
@@ -69,11 +75,12 @@ def read_box(
         shape: of the array.
         offset: first index of the box in each dimension.
         box: shape of the box. It must lie in the array.
+        out: the memory to read into, contiguous and of that dtype and shape; new memory if None.
 
     Raises:
         EOFError: if the file ends before the box does.
     """
-    found = torch.empty(tuple(box), dtype=dtype)
+    found = torch.empty(tuple(box), dtype=dtype) if out is None else out
     if not found.numel():
         return found
     cut = max((d for d, (size, part) in enumerate(zip(shape, box, strict=True)) if size != part), default=0)

@@ -152,6 +152,7 @@ def build_value_model(arch: Architecture, parallel: ParallelConfig, training: Tr
 def build_chunks(
     kind: type[Chunk], arch: Architecture, parallel: ParallelConfig, training: TrainingConfig
 ) -> list[Chunk]:
+    """This rank's chunks of a model of `kind`, with random weights; see `build_model`."""
     check_layout(arch, parallel, arch.hf_class)
     backend = resolve_backend(training)
     config = transformer_config(arch, parallel, training, backend)

@@ -116,7 +116,6 @@ def _latent_fields(arch: Architecture) -> dict[str, Any]:
         "v_head_dim": arch.latent.value_dim,
         "rotary_base": arch.rope_theta,
         "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
     }
     if isinstance(scaling := arch.rope_scaling, YarnScaling):
         fields |= {

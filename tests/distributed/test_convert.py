@@ -7,9 +7,13 @@ import pytest
 
 from dapo_megatron.checkpoint.compare import verify_folder
 from dapo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from dapo_megatron.checkpoint.distcp import DistReader
+from dapo_megatron.checkpoint.journal import Workspace
 from dapo_megatron.checkpoint.manifest import read_manifest
 from dapo_megatron.checkpoint.reshard import reshard
+from dapo_megatron.checkpoint.source import HFSource
 from dapo_megatron.config.training import ParallelConfig
+from dapo_megatron.models.checkpoint_keys import stored_parameter
 from tests.checkpoints import files_of, random_checkpoint
 from tests.distributed.convert_worker import stored
 from tests.distributed.launch import torchrun
@@ -17,6 +21,7 @@ from tests.distributed.launch import torchrun
 pytestmark = pytest.mark.timeout(300)
 
 SHARD_BYTES = 200_000
+BEGUN = 25  # parameters
 TP_SP: dict[str, Any] = {"tensor": 2, "sequence": True}
 VPP: dict[str, Any] = {"pipeline": 2, "virtual_pipeline": 2}
 UNEVEN: dict[str, Any] = {"pipeline": 3, "pipeline_layers": [1, 2, 1]}
@@ -82,10 +87,32 @@ def four(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> t
     return folder, torchrun(4, "tests.distributed.convert_worker", job, folder)
 
 
+class StopError(Exception):
+    """In place of whatever ends a process."""
+
+
+def begin(hf: Path, out: Path, layout: dict[str, Any]) -> None:
+    """Convert some parameters and stop."""
+    add, counted = Workspace.add, iter(range(BEGUN - 1))
+
+    def adding(self: Workspace, entry: Any, num_bytes: int) -> None:
+        add(self, entry, num_bytes)
+        if next(counted, None) is None:
+            self.commit()
+            raise StopError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "add", adding)
+        with pytest.raises(StopError):
+            hf_to_megatron(hf, out, parallel(layout))
+
+
 @pytest.fixture(scope="module")
 def two(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes make."""
+    """What two processes make; the first conversion of one family was begun by a single one."""
     folder = tmp_path_factory.mktemp("two")
+    family, (first, _) = CONVERSIONS[0]
+    begin(models[family], folder / family / "megatron", first)
     job = {"conversions": conversions(models, folder), "layouts": []}
     torchrun(2, "tests.distributed.convert_worker", job, folder)
     return folder
@@ -102,6 +129,19 @@ def test_processes_make_what_one_makes(family: str, alone: Path, four: tuple[Pat
             assert {path.stem.rpartition("_")[2] for path in ours.glob("*.distcp")} > {"0"}
             verify_folder(ours)
         assert files_of(folder / family / "back") == files_of(alone / family / "back")
+
+
+def test_two_processes_go_on_where_one_was(models: dict[str, Path], two: Path) -> None:
+    """Process 1 has written nothing of what process 0 had when it was alone."""
+    family, _ = CONVERSIONS[0]
+    source, reader = HFSource(models[family]), DistReader(two / family / "megatron")
+    writers = []
+    for item in source.items():
+        place = stored_parameter(item.row, source.arch)
+        own = [c for c in reader.chunks(place.key) if c.offset[: len(place.index)] == place.index]
+        writers.append({Path(chunk.file).stem.rpartition("_")[2] for chunk in own})
+    assert writers[:BEGUN] == [{"0"}] * BEGUN
+    assert writers[BEGUN : BEGUN + 4] == [{"0"}, {"1"}, {"0"}, {"1"}]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

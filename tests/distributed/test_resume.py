@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dapo_megatron.checkpoint.megatron import MegatronCheckpoint
+from dapo_megatron.run_state.store import state_path
 from tests.distributed.launch import torchrun
 from tests.distributed.resume_worker import EXPECTED, everything, start
 from tests.models import tiny_model
@@ -113,3 +115,14 @@ def test_run_resumed_on_another_number_of_ranks(moves: list[dict[str, Any]], num
     expected = torch.load(Path(moves[number]["dir"]) / EXPECTED)
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.usefixtures("outcome")
+@pytest.mark.parametrize("number", range(len(MOVES)), ids=[f"from {name}" for name in MOVES])
+def test_states_of_the_optimizer_lie_under_the_names_of_the_weights(moves: list[dict[str, Any]], number: int) -> None:
+    """Dense and expert parameters alike, which have optimizers of their own."""
+    checkpoint = MegatronCheckpoint(state_path(moves[number]["dir"], 2))
+    assert checkpoint.prefixes == ["", *(f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq", "param"))]
+    assert all(
+        checkpoint.has(row, prefix) for row in checkpoint.rows for prefix in checkpoint.prefixes if not row.is_buffer
+    )

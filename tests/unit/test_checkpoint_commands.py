@@ -15,8 +15,8 @@ import dapo_megatron.trainer  # noqa: F401  (adapts megatron-core before it is i
 import torch
 
 from dapo_megatron import cli
-from dapo_megatron.checkpoint import convert
 from dapo_megatron.checkpoint.distcp import DistReader
+from dapo_megatron.checkpoint.journal import Workspace
 from dapo_megatron.run_state.checkpoint import RunState
 from dapo_megatron.trainer.critic import Critic
 from dapo_megatron.trainer.parallel import Layout
@@ -94,14 +94,14 @@ def test_state_of_a_run(run_dir: Path, say: Callable[..., Said], tmp_path: Path)
 def test_verify_fails_where_the_result_is_not_what_was_written(
     folders: dict[str, Path], say: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = convert.Workspace.publish
+    publish = Workspace.publish
 
-    def publish_and_damage(self: convert.Workspace) -> None:
+    def publish_and_damage(self: Workspace) -> None:
         publish(self)
         file = tmp_path / "out" / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"\x11")
 
-    monkeypatch.setattr(convert.Workspace, "publish", publish_and_damage)
+    monkeypatch.setattr(Workspace, "publish", publish_and_damage)
     code, _, error = say("export", "--checkpoint", folders["megatron"], "--out", tmp_path / "out", "--verify")
     assert code == cli.USER_ERROR
     assert f"{tmp_path / 'out'} is not what was written: " in error
@@ -154,7 +154,7 @@ def test_folders_of_the_wrong_kind(
 
 def table(printed: str) -> list[list[str]]:
     """The cells of each line of a table."""
-    return [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in printed.splitlines() if "│" in line]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from dapo_megatron import cli
-from dapo_megatron.checkpoint import convert, journal
+from dapo_megatron.checkpoint import convert, hf, journal, reshard
 from dapo_megatron.checkpoint.compare import verify_folder
 from dapo_megatron.checkpoint.distcp import DistReader
 from dapo_megatron.checkpoint.journal import Workspace
+from dapo_megatron.checkpoint.manifest import Manifest
 from dapo_megatron.checkpoint.megatron import MegatronReader
 from dapo_megatron.checkpoint.source import HFSource, Item, MegatronSource
 from dapo_megatron.checkpoint.weights import open_weights
@@ -277,6 +278,47 @@ def slow(self, entry, num_bytes):
 journal.Workspace.add = slow
 sys.exit(cli.main(sys.argv[1:]))
 """
+
+
+def test_journal_names_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data first, then its lines; nothing counts that was not flushed."""
+    seen = []
+    workspace = Workspace(tmp_path / "out", {}, lambda: seen.append(len(lines(progress))))
+    progress = workspace.folder / "progress-0.jsonl"
+    monkeypatch.setattr(journal, "COMMIT_BYTES", 100)
+    for i in range(4):
+        workspace.add({"item": str(i)}, 60)  # two make a commit
+    workspace.add({"item": "4"}, 60)
+    assert seen == [1, 3]
+    assert len(lines(progress)) == 5
+    assert [entry["item"] for entry in workspace.all_entries()] == ["0", "1", "2", "3", "4"]
+    assert seen == [1, 3, 5]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("where", ["copies", "manifest", "publish"])
+def test_interrupted_late(
+    command: str, where: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all weights are written: the folder has no name until everything else is there."""
+    out, source = tmp_path / "out", sources[command]
+    places = {
+        "copies": ({"convert": convert, "export": hf, "reshard": reshard}[command], "copy_without_weights"),
+        "manifest": (Manifest, "write"),
+        "publish": (Workspace, "finish"),
+    }
+
+    def stop(*_: Any) -> None:
+        raise StopError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*places[where], stop)
+        with pytest.raises(StopError):
+            cli.main(arguments(command, source, out))
+    assert not out.exists()
+    assert cli.main(arguments(command, source, out)) == 0
+    assert cli.main(arguments(command, source, tmp_path / "undisturbed")) == 0
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -144,6 +144,15 @@ def test_transposed_tensor_of_megatrons(tmp_path: Path) -> None:
     assert same(reader.read("x", (2, 1), (5, 3)), MATRIX.t()[2:7, 1:4])
 
 
+def test_view_of_a_larger_storage(tmp_path: Path) -> None:
+    """torch.save writes all of it, with the index at which the view begins."""
+    with DistFile(tmp_path, 0) as file:
+        chunk = file.append_object("x", serialise(MATRIX[2:4]))
+    placed = Chunk("x", (0, 0), (2, 8), chunk.file, chunk.start, chunk.length)
+    write_metadata(tmp_path, {"x": ((2, 8), torch.float32)}, [placed])
+    assert same(DistReader(tmp_path).read("x", (1, 0), (1, 8)), MATRIX[3:4])
+
+
 @pytest.mark.parametrize(
     ("offset", "shape"),
     [((0, 0), (6, 8)), ((3, 4), (3, 4)), ((1, 5), (2, 2)), ((2, 0), (1, 8)), ((0, 3), (6, 2)), ((2, 2), (0, 3))],

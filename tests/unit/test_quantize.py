@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from dapo_megatron.checkpoint.hf import HFReader
 from dapo_megatron.checkpoint.quantize import QuantizeOptions, quantize, read_prompts, split_prompts
 from dapo_megatron.checkpoint.quantize_plan import FORMATS, check_ignored, matches
 from dapo_megatron.checkpoint.quantize_read import dequantize, read_back, round_inputs
-from dapo_megatron.checkpoint.quantize_report import QuantizeReport, next_token_log_probs, print_report
+from dapo_megatron.checkpoint.quantize_report import QuantizeReport, compare, next_token_log_probs, print_report
 from dapo_megatron.errors import UserError
 from tests.models import TINY_EXPERTS
 from tests.quantization import LETTERS, WIDE, write_model, write_prompts
@@ -138,6 +139,27 @@ def test_log_probs_are_those_of_modelopts_own_simulation(result: QuantizeReport,
     assert result.probe.top1_agreement == pytest.approx(agreement, abs=0.02)
 
 
+def test_the_comparison_of_two_distributions() -> None:
+    before, after = torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log(), torch.tensor([[0.25, 0.75], [0.875, 0.125]]).log()
+    found = compare([[1, 0, 1]], [before], iter([after]))
+    log = math.log
+    differences = [log(0.25 / 0.75), log(0.125 / 0.25)]
+    divergence = 0.75 * log(3) + 0.25 * log(1 / 3) + 0.75 * log(0.75 / 0.875) + 0.25 * log(2)
+    assert (found.prompts, found.tokens, found.top1_agreement) == (1, 2, 0.5)
+    assert found.mean_difference == pytest.approx(sum(differences) / 2)
+    assert found.mean_abs_difference == pytest.approx(-sum(differences) / 2)
+    assert found.max_abs_difference == pytest.approx(log(3))
+    assert found.mean_kl == pytest.approx(divergence / 2)
+
+
+def test_log_probs_are_of_the_next_token(dense: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense).eval()
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    (rows,) = next_token_log_probs(model, prompt.tolist())
+    loss = model(prompt, labels=prompt).loss.item()
+    assert -rows.gather(1, prompt[0, 1:, None]).mean().item() == pytest.approx(loss, rel=1e-5)
+
+
 def test_inputs_are_rounded_as_modelopt_does() -> None:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
     from modelopt.torch.quantization.tensor_quant import fp8_eager
@@ -157,6 +179,9 @@ def test_inputs_are_rounded_as_modelopt_does() -> None:
     quantized, scale, _ = NVFP4QTensor.quantize(inputs.clone(), 16, None, scale_2)
     expected = quantized.dequantize(scale=scale, double_scale=scale_2, block_sizes={-1: 16})
     torch.testing.assert_close(round_inputs(inputs, scale_2.item(), FORMATS["nvfp4"]), expected)
+    ties = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 0])
+    even = [6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -1, -2, -2, -4, -4, 0]
+    assert round_inputs(ties, 1.0, FORMATS["nvfp4"]).tolist() == even
 
 
 def zero_parts(tensors: dict[str, Tensor]) -> None:
