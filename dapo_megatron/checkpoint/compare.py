@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from dapo_megatron.checkpoint import is_megatron
@@ -66,7 +66,7 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 def compare_weights(a: Path, b: Path, console: Console) -> bool:
     """Print what differs; whether nothing does."""
-    table = Table("tensor", "difference", "largest |a - b|", "SHA-256 of a", "of b")
+    table = Table(Column("tensor", overflow="fold"), "difference", "largest |a - b|", "SHA-256 of a", "of b")
     count, largest = 0, 0.0
     for difference in differences(a, b):
         count += 1

@@ -1,15 +1,16 @@
 """Conversions between Hugging Face folders and Megatron checkpoints of any layout, parameter by parameter.
 
-One parameter is in memory at a time; its checksum is computed while its shards are written. The result appears whole
-or not at all, and an interrupted conversion goes on where it was (`checkpoint/journal.py`). Under torchrun the
-processes share the parameters.
+While the shards of one parameter are written, the next is read and the checksums of the one before are computed; large
+ones are alone in memory. The result appears whole or not at all, and an interrupted conversion goes on where it
+was (`checkpoint/journal.py`). Under torchrun the processes share the parameters.
 """
 
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from dapo_megatron.checkpoint.source import HFSource, Item, MegatronSource, Sour
 from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
+from dapo_megatron.models.sharding import merge_shards
 from dapo_megatron.models.table import parameter_table
 from dapo_megatron.run_state.store import RUN, read_run
 
 SHARD_BYTES = 4 << 30
+AHEAD_BYTES = 256 << 20  # larger parameters are neither read ahead nor hashed while the next is read
 
 
 @dataclass(frozen=True)
@@ -63,23 +66,59 @@ def run(
     items = source.items()
     done = {entry["item"] for entry in workspace.done}
     left = [item for item in items if item.name not in done]
+    hashing: deque[tuple[Entry, Future[dict[str, TensorRecord]], int]] = deque()
+
+    def note_oldest() -> None:
+        entry, records, size = hashing.popleft()
+        _check(source, records.result())
+        entry["tensors"] = {name: asdict(found) for name, found in records.result().items()}
+        workspace.add(entry, size)
+
     with ThreadPoolExecutor(1) as checksums:
-        for item in left[workspace.rank :: workspace.size]:
-            whole, tensors = source.read(item)
-            dtype = written_dtype(source, item, cast)
-            whole, tensors = whole.to(dtype), [tensor.to(dtype) for tensor in tensors]
-            hashed = checksums.map(record, tensors)
-            chunks = write(item, whole, tensors)
-            records = dict(zip(item.tensor_names, hashed, strict=True))
-            _check(source, records)
-            entry = {
-                "item": item.name,
-                "tensors": {name: asdict(found) for name, found in records.items()},
-                "chunks": [asdict(chunk) for chunk in chunks],
-            }
-            workspace.add(entry, whole.nbytes)
+        for item, whole, tensors in _read_ahead(source, left[workspace.rank :: workspace.size], cast):
+            records = checksums.submit(_records, item, tensors)
+            chunks = [asdict(chunk) for chunk in write(item, whole, tensors)]
+            hashing.append(({"item": item.name, "chunks": chunks}, records, whole.nbytes))
+            while len(hashing) > (1 if whole.nbytes <= AHEAD_BYTES else 0):
+                note_oldest()
+            del whole, tensors  # before the next is read
+        while hashing:
+            note_oldest()
     entries = {entry["item"]: entry for entry in workspace.all_entries()}
     return [entries[item.name] for item in items]
+
+
+def _read_ahead(
+    source: Source, items: Sequence[Item], cast: torch.dtype | None
+) -> Iterator[tuple[Item, Tensor, list[Tensor]]]:
+    """Every item with its whole parameter and its tensors; the next, if not large, is read while one is worked on."""
+
+    def read(item: Item) -> tuple[Tensor, list[Tensor]]:
+        whole, tensors = source.read(item)
+        dtype = written_dtype(source, item, cast)
+        if dtype == whole.dtype:
+            return whole, tensors
+        if source.known:  # what is written will have other checksums
+            _check(source, _records(item, tensors))
+        del tensors
+        whole = whole.to(dtype)
+        return whole, merge_shards(item.row.rule, [whole])
+
+    def start(i: int) -> Future[tuple[Tensor, list[Tensor]]] | None:
+        size = math.prod(items[i].row.rule.shape) * source.dtype(items[i]).itemsize if i < len(items) else math.inf
+        return reader.submit(read, items[i]) if size <= AHEAD_BYTES else None
+
+    with ThreadPoolExecutor(1) as reader:
+        ahead = start(0)
+        for i, item in enumerate(items):
+            whole, tensors = ahead.result() if ahead is not None else read(item)
+            ahead = start(i + 1)
+            yield item, whole, tensors
+            del whole, tensors
+
+
+def _records(item: Item, tensors: Sequence[Tensor]) -> dict[str, TensorRecord]:
+    return {name: record(tensor) for name, tensor in zip(item.tensor_names, tensors, strict=True)}
 
 
 def _check(source: Source, records: Mapping[str, TensorRecord]) -> None:

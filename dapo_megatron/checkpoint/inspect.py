@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dapo_megatron.checkpoint import is_megatron
 from dapo_megatron.checkpoint.hf import HFReader
@@ -76,7 +76,7 @@ def _table(rows: Iterable[Row]) -> Table:
     for name, shape, dtype, pieces in rows:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         groups.setdefault((pattern, shape, dtype), []).append(pieces)
-    table = Table("tensor", "shape", "dtype", "tensors", "pieces")
+    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "tensors", "pieces")
     for (pattern, shape, dtype), group in groups.items():
         table.add_row(pattern, " x ".join(map(str, shape)), dtype, str(len(group)), str(sum(group)))
     return table

@@ -14,7 +14,7 @@ from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.checkpoint_keys import stored_parameter
 from dapo_megatron.models.parameters import EMBEDDING, OUTPUT, Parameter
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.models.rules import Replicated
+from dapo_megatron.models.rules import Replicated, Rule, Stretch
 from dapo_megatron.models.sharding import merge_shards
 from dapo_megatron.models.table import parameter_table
 
@@ -115,7 +115,7 @@ class MegatronCheckpoint:
 class MegatronReader:
     """The weights of a Megatron checkpoint under Hugging Face's names. Usable as a `models.sharding.Reader`.
 
-    Stretches of a parameter's rows are read without the rest where the parameter is made of one tensor.
+    Stretches along the dimension in which a parameter is shared are read without the rest.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -146,8 +146,9 @@ class MegatronReader:
             UserError: if the checkpoint has no such tensor, or its file is missing or damaged.
         """
         row, i = self._find(name)
-        if len(row.hf_names) == 1 and dim is not None:
-            return self._box(row, dim, start, stop)
+        if dim is not None and dim == row.rule.dim:
+            parts = [self._box(row, dim, *stretch) for stretch in _places(row.rule, i, start, stop)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         if self._last is None or self._last[0] != row.name:
             self._last = (row.name, self.checkpoint.tensors(row, self.checkpoint.whole(row)))
         tensor = self._last[1][i]
@@ -164,3 +165,14 @@ class MegatronReader:
         if name not in self._place:
             raise UserError(f"model.path: {self.checkpoint.folder} has no tensor {name}")
         return self._place[name]
+
+
+def _places(rule: Rule, source: int, start: int, stop: int) -> list[Stretch]:
+    """Where the stretch [start, stop) of a Hugging Face tensor lies in the parameter that it is fused into."""
+    places, at = [], 0
+    for piece in rule.pieces(0, 1):
+        first, last = max(start, piece.start), min(stop, piece.stop)
+        if piece.source == source and (first < last or start == stop):
+            places.append((at + first - piece.start, at + max(first, last) - piece.start))
+        at += piece.stop - piece.start
+    return places[:1] if start == stop else places

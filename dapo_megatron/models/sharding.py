@@ -55,9 +55,14 @@ def assemble(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
 
 
 def merge_shards(rule: Rule, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The Hugging Face tensors, in the rule's order, from all shards in rank order; padding is left out."""
+    """The Hugging Face tensors, in the rule's order, from all shards in rank order; padding is left out.
+
+    Views of a single shard, where they are stretches of it.
+    """
     if not rule.split:
         return [shards[0]]
+    if len(shards) == 1 and len(pieces := rule.pieces(0, 1)) == len(rule.hf_shapes):
+        return list(shards[0].split([piece.stop - piece.start for piece in pieces], rule.dim))
     tensors = [shards[0].new_empty(shape) for shape in rule.hf_shapes]
     for rank, shard in enumerate(shards):
         start = 0

@@ -15,6 +15,7 @@ for message in (
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.distributed.reduce_scatter_tensor` is deprecated",
     "`torch.distributed.all_gather_into_tensor` is deprecated",
+    "Please use DTensor instead",
 ):
     warnings.filterwarnings("ignore", message=message)
 if not device.has_cuda():  # there are no CUDA queues whose number could be wrong

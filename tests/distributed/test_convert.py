@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "deepseek_v3": {},  # layers that are not alike, fp32 buffers
 }
-# Family, the layout of the real ranks, and that of the conversion they load.
+# Family, the layout of the real ranks, all of which hold some of the model, and that of the conversion they load.
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP4": ("qwen2", {"tensor": 4}, UNEVEN),
     "TP2 PP2": ("qwen2", TP_SP | {"pipeline": 2}, {"tensor": 4}),
