@@ -71,8 +71,10 @@ journey: model
 
 test: unit distributed fleet
 
+# Unit tests share nothing: two files at a time. The others start processes of their own, one test after another.
+unit: PYTEST_ARGS = -n 2 --dist loadfile
 unit distributed fleet: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/$@
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/$@
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,6 +10,8 @@ cache for all. The table shows seconds (median of the rounds) and ratios to the 
 and for mbridge the building of the model, are not counted; checksums, which the others do not compute, are.
 """
 
+# ruff: noqa: E402  (what is set first must be set before torch makes a tensor)
+
 import argparse
 import importlib.util
 import json
@@ -21,6 +23,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dapo_megatron.checkpoint import use_large_pages
+
+use_large_pages()  # as the commands do, and for all that is measured here
+
+# isort: split
 import torch
 
 import dapo_megatron.trainer  # noqa: F401  (adapts megatron-core before it is imported below)
@@ -126,6 +133,7 @@ def measure(model: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
+        os.sync()  # no step pays for the one before
         started = time.monotonic()
         work()
         seconds.setdefault(name, []).append(time.monotonic() - started)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args
@@ -19,6 +20,8 @@ from dapo_megatron.errors import UserError
 USER_ERROR = 2
 INTERRUPTED = 130
 
+ECHO_SECONDS = 10.0  # a process under torchrun says what is wrong so much later than the first of its machine
+
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -32,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.command(options)
     except UserError as error:
+        if int(os.environ.get("LOCAL_RANK", 0)):
+            time.sleep(ECHO_SECONDS)  # torchrun ends this process as soon as the first has said the same and exited
         print(f"dapo-megatron: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:

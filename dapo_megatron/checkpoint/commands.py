@@ -1,11 +1,13 @@
 """The commands about checkpoints: convert, export, reshard, inspect, compare-weights. Loads torch when one runs."""
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dapo_megatron.checkpoint import use_large_pages
 from dapo_megatron.errors import UserError, renamed_keys
 
 if TYPE_CHECKING:
@@ -47,12 +49,33 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     compare = commands.add_parser(
         "compare-weights",
         help="compare two checkpoints tensor by tensor",
-        description="Compare the weights of two checkpoints of any formats and layouts, by name, value and SHA-256. "
+        description="Compare the weights of two checkpoints of any formats and layouts (of a run's folder, its newest "
+        "state) by name, value and SHA-256. "
         "Exit code 0: equal byte by byte, 1: not, 2: one cannot be read.",
     )
     compare.add_argument("a", type=Path, metavar="A")
     compare.add_argument("b", type=Path, metavar="B")
     compare.set_defaults(command=_compare)
+
+
+def new_folder(text: str) -> Path:
+    """A folder that a command is to make, for argparse. Raises ArgumentTypeError where the path ends in no name."""
+    path = Path(text)
+    if path.name in ("", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a new folder")
+    return path
+
+
+def any_checkpoint(folder: Path) -> Path:
+    """The checkpoint that a user means by a folder: the newest state where it is a run's, else itself.
+
+    Raises:
+        UserError: if it is the folder of a run without a state.
+    """
+    from dapo_megatron.checkpoint import is_megatron
+    from dapo_megatron.checkpoint.reshard import find_checkpoint
+
+    return find_checkpoint(folder) if is_megatron(folder) or (folder / "state").is_dir() else folder
 
 
 def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -118,7 +141,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_out(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"{what}; must not exist yet")
+    parser.add_argument("--out", type=new_folder, required=True, metavar="DIR", help=f"{what}; must not exist yet")
     parser.add_argument(
         "--verify", action="store_true", help="read the result again and compare every tensor with the manifest"
     )
@@ -164,25 +187,27 @@ def _numbers(text: str) -> list[int]:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    use_large_pages()
     import torch
 
     from dapo_megatron.checkpoint.convert import hf_to_megatron
     from dapo_megatron.models.registry import architecture_of
 
     with renamed_keys({"model.path": "--hf"}):
-        parallel = _parallel(options, architecture_of(options.hf), options.hf.name)
+        parallel = _parallel(options, architecture_of(options.hf), options.hf.resolve().name)
         dtype = getattr(torch, options.dtype) if options.dtype else None
         return _finish(options, lambda: hf_to_megatron(options.hf, options.out, parallel, dtype=dtype))
 
 
 def _export(options: argparse.Namespace) -> int:
+    use_large_pages()
     import torch
 
     from dapo_megatron.checkpoint.convert import megatron_to_hf
     from dapo_megatron.checkpoint.reshard import find_checkpoint
 
-    if options.max_shard_gb <= 0:
-        raise UserError(f"--max-shard-gb {options.max_shard_gb}: must be more than 0")
+    if not 0 < options.max_shard_gb < math.inf:
+        raise UserError(f"--max-shard-gb {options.max_shard_gb}: must be more than 0, and a number")
     shard_bytes = int(options.max_shard_gb * (1 << 30))
     dtype = getattr(torch, options.dtype) if options.dtype else None
     with renamed_keys({"model.path": "--checkpoint"}):
@@ -194,12 +219,13 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _reshard(options: argparse.Namespace) -> int:
+    use_large_pages()
     from dapo_megatron.checkpoint.reshard import find_checkpoint, reshard
     from dapo_megatron.models.registry import architecture_of
 
     with renamed_keys({"model.path": "--checkpoint"}):
         checkpoint = find_checkpoint(options.checkpoint)
-        parallel = _parallel(options, architecture_of(checkpoint), options.checkpoint.name)
+        parallel = _parallel(options, architecture_of(checkpoint), options.checkpoint.resolve().name)
         return _finish(options, lambda: reshard(checkpoint, options.out, parallel, weights_only=options.weights_only))
 
 
@@ -225,13 +251,10 @@ def _finish(options: argparse.Namespace, convert: "Callable[[], Done]") -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from dapo_megatron.checkpoint import is_megatron
     from dapo_megatron.checkpoint.inspect import inspect
-    from dapo_megatron.checkpoint.reshard import find_checkpoint
 
     with renamed_keys({"model.path": "inspect", "--checkpoint": "inspect"}):
-        folder: Path = options.folder
-        inspect(find_checkpoint(folder) if is_megatron(folder) or (folder / "state").is_dir() else folder, Console())
+        inspect(any_checkpoint(options.folder), Console())
     return 0
 
 
@@ -240,5 +263,5 @@ def _compare(options: argparse.Namespace) -> int:
 
     from dapo_megatron.checkpoint.compare import compare_weights
 
-    with renamed_keys({"model.path": "compare-weights"}):
-        return 0 if compare_weights(options.a, options.b, Console()) else 1
+    with renamed_keys({"model.path": "compare-weights", "--checkpoint": "compare-weights"}):
+        return 0 if compare_weights(any_checkpoint(options.a), any_checkpoint(options.b), Console()) else 1

@@ -1,5 +1,6 @@
 """Two checkpoints, in whatever formats and layouts, tensor by tensor; and whether one is what its manifest says."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,11 @@ def differences(a: Path, b: Path) -> Iterator[Difference]:
         UserError: if one is not a checkpoint, or is damaged.
     """
     ours, theirs = open_weights(a), open_weights(b)
-    both = set(ours.names()) & set(theirs.names())
+    theirs_too = set(theirs.names())
+    both = theirs_too.intersection(ours.names())
     for name in _names(ours, theirs):
         if name not in both:
-            yield Difference(name, f"only in {b if name in theirs.names() else a}", None, ("", ""))
+            yield Difference(name, f"only in {b if name in theirs_too else a}", None, ("", ""))
             continue
         left, right = ours(name), theirs(name)
         records = record(left), record(right)
@@ -64,19 +66,25 @@ def _largest(a: Tensor, b: Tensor) -> float:
     return float((a.to(torch.float64) - b.to(torch.float64)).abs().max()) if a.numel() else 0.0
 
 
+def _larger(a: float, b: float) -> float:
+    """The larger number; NaN where there is one, which `max` would lose."""
+    return a if math.isnan(a) or a > b else b
+
+
 def compare_weights(a: Path, b: Path, console: Console) -> bool:
     """Print what differs; whether nothing does."""
     table = Table(Column("tensor", overflow="fold"), "difference", "largest |a - b|", "SHA-256 of a", "of b")
     count, largest = 0, 0.0
     for difference in differences(a, b):
         count += 1
-        largest = max(largest, difference.largest or 0.0)
+        largest = _larger(largest, difference.largest or 0.0)
         value = "" if difference.largest is None else f"{difference.largest:.3g}"
         table.add_row(difference.name, difference.what, value, *difference.digests)
     total = len(_names(open_weights(a), open_weights(b)))
     if count:
         console.print(table)
-        console.print(f"{count} of {total} tensors differ, by at most {largest:.3g}", highlight=False)
+        most = "some by NaN" if math.isnan(largest) else f"by at most {largest:.3g}"
+        console.print(f"{count} of {total} tensors differ, {most}", highlight=False)
     else:
         console.print(f"all {total} tensors are equal, byte by byte", highlight=False)
     return not count

@@ -25,13 +25,11 @@ from dapo_megatron.checkpoint.journal import Entry, Workspace
 from dapo_megatron.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, dtype_name, read_manifest, record
 from dapo_megatron.checkpoint.megatron import MegatronCheckpoint
 from dapo_megatron.checkpoint.safetensors_file import Entry as HFEntry
-from dapo_megatron.checkpoint.source import HFSource, Item, MegatronSource, Source
-from dapo_megatron.checkpoint.weights import open_weights
+from dapo_megatron.checkpoint.source import HFSource, Item, MegatronSource, Source, verify_state
+from dapo_megatron.checkpoint.untrained import Untrained, base_of, missing_layers
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.sharding import merge_shards
-from dapo_megatron.models.table import parameter_table
-from dapo_megatron.run_state.store import RUN, read_run
 
 SHARD_BYTES = 4 << 30
 AHEAD_BYTES = 256 << 20  # larger parameters are neither read ahead nor hashed while the next is read
@@ -96,7 +94,7 @@ def _read_ahead(
     def read(item: Item) -> tuple[Tensor, list[Tensor]]:
         whole, tensors = source.read(item)
         dtype = written_dtype(source, item, cast)
-        if dtype == whole.dtype:
+        if all(tensor.dtype == dtype for tensor in tensors):
             return whole, tensors
         if source.known:  # what is written will have other checksums
             _check(source, _records(item, tensors))
@@ -212,7 +210,7 @@ def hf_to_megatron(hf: Path, out: Path, parallel: ParallelConfig, *, dtype: torc
     Raises:
         UserError: if the source is damaged or of another model, `out` exists, or the disk is full.
     """
-    source = HFSource(hf)
+    source = HFSource(hf, cast=dtype)
     workspace, writer, entries = write_shards(source, out, parallel, dtype)
     manifest = manifest_of(entries, copies=source.copies, layout=parallel.layout(0))
     if workspace.rank == 0:
@@ -246,7 +244,10 @@ def megatron_to_hf(
     """
     source = MegatronSource(MegatronCheckpoint(checkpoint), weights_only=True)
     copies = read_manifest(checkpoint).copies if (checkpoint / MANIFEST).exists() else {}
-    rest = _Untrained(source, base, dtype)
+    layers = missing_layers(source.arch, source.checkpoint.rows)
+    start = base or (base_of(checkpoint) if layers else None)
+    rest = Untrained(layers, start, dtype, needed=base is not None)
+    verify_state(checkpoint)
     entries = [
         HFEntry(name, written_dtype(source, item, dtype), shape)
         for item in source.items()
@@ -277,45 +278,11 @@ def megatron_to_hf(
     done = run(workspace, source, write, dtype)
     manifest = manifest_of(done, copies=copies)
     if workspace.rank == 0:
-        for entry in rest.entries:
-            tensor = rest.read(entry)
-            manifest.tensors[entry.name] = record(tensor)
-            writer.write(entry.name, tensor)
+        for name, tensor in rest:
+            manifest.tensors[name] = record(tensor)
+            writer.write(name, tensor)
         writer.finish(checkpoint, entries[0].dtype)
         manifest.write(workspace.folder)
         workspace.publish()
     workspace.barrier()
     return Done(out, manifest, sum(entry.nbytes for entry in entries))
-
-
-class _Untrained:
-    """Tensors of a model that its trainer leaves out (multi-token prediction), from the folder it started from.
-
-    A converted checkpoint has all that its source had; the state of a run has not. `entries` says what there is.
-    """
-
-    def __init__(self, source: MegatronSource, base: Path | None, cast: torch.dtype | None) -> None:
-        self.entries: list[HFEntry] = []
-        held = {item.row.name for item in source.items()}
-        missing = [row for row in parameter_table(source.arch, extra=True) if row.name not in held]
-        if base is None and (source.folder / RUN).exists():
-            base = Path(read_run(source.folder, "model_path")["model_path"])
-        if not missing or base is None:
-            return
-        if not base.is_dir():
-            raise UserError(
-                f"{source.folder} holds no {missing[0].hf_names[0]}, which training leaves as it is, and {base} is not "
-                "here: name a folder that has it with --base"
-            )
-        self._reader = open_weights(base)
-        there = set(self._reader.names())
-        self.entries = [
-            HFEntry(name, (not row.is_buffer and cast) or self._reader.dtype(name), self._reader.shape(name))
-            for row in missing
-            for name in row.hf_names
-            if name in there
-        ]
-
-    def read(self, entry: HFEntry) -> Tensor:
-        """One of the tensors."""
-        return self._reader(entry.name).to(entry.dtype)

@@ -12,6 +12,7 @@ from dapo_megatron.checkpoint.journal import Entry
 from dapo_megatron.checkpoint.source import Item, Source
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
+from dapo_megatron.files import fsync
 from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.checkpoint_keys import stored_parameter
 from dapo_megatron.models.placement import Placement
@@ -34,6 +35,7 @@ class MegatronWriter:
         self.folder, self.arch, self.number = folder, arch, number
         self.placement = Placement(arch, parallel)
         self._files: dict[int, DistFile] = {}
+        self._written: dict[Path, None] = {}
 
     def write(self, item: Item, whole: Tensor) -> list[Chunk]:
         """Write the shards of a parameter; where they are."""
@@ -52,9 +54,9 @@ class MegatronWriter:
     def _file(self, rank: int) -> DistFile:
         if rank not in self._files:
             if len(self._files) == _OPEN_FILES:
-                self.flush()  # later only what is open then would be
                 self.close()
             self._files[rank] = DistFile(self.folder, rank, self.number)
+            self._written[self._files[rank].path] = None
         return self._files[rank]
 
     def close(self) -> None:
@@ -64,9 +66,9 @@ class MegatronWriter:
         self._files.clear()
 
     def flush(self) -> None:
-        """Put on the disk what was written."""
-        for file in self._files.values():
-            file.flush()
+        """Put on the disk what was written. Another thread may call this while one writes."""
+        for path in list(self._written):
+            fsync(path)
 
     def finish(self, source: Source, entries: Sequence[Entry], common: Mapping[str, Any], objects: list[Chunk]) -> None:
         """Write what makes a folder of chunks a Megatron checkpoint. On one process, when all have flushed.

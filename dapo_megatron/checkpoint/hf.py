@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -267,14 +267,20 @@ def _write_text(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def copy_without_weights(template: str | Path, folder: str | Path) -> None:
-    """Copy the files of a checkpoint folder that belong to no weights: config, tokenizer, generation settings.
+def files_without_weights(folder: str | Path) -> list[Path]:
+    """The files of a checkpoint folder that belong to no weights: config, tokenizer, generation settings."""
+    files = (file for file in sorted(Path(folder).iterdir()) if file.is_file())
+    return [file for file in files if not (_WEIGHTS & set(file.suffixes) or file.name in _OTHERS)]
+
+
+def copy_without_weights(template: str | Path, folder: str | Path, *, but: Collection[str] = ()) -> None:
+    """Copy the `files_without_weights` of a checkpoint folder, but those of some names.
 
     Raises:
         UserError: if the disk is full.
     """
-    for file in sorted(Path(template).iterdir()):
-        if file.is_file() and not (_WEIGHTS & set(file.suffixes) or file.name in _OTHERS):
+    for file in files_without_weights(template):
+        if file.name not in but:
             with disk_errors(Path(folder) / file.name):
                 shutil.copyfile(file, Path(folder) / file.name)
 

@@ -12,8 +12,10 @@ from dapo_megatron.checkpoint import is_megatron
 from dapo_megatron.checkpoint.hf import HFReader
 from dapo_megatron.checkpoint.manifest import MANIFEST, dtype_name, read_manifest
 from dapo_megatron.checkpoint.megatron import CRITIC, MegatronCheckpoint
-from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.models.registry import read_hf_config
 from dapo_megatron.run_state.store import RUN, read_run
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the number of experts in a config.json
 
 Row = tuple[str, tuple[int, ...], str, int]
 """A tensor: name, shape, dtype, and in how many pieces it is stored."""
@@ -25,7 +27,7 @@ def inspect(folder: Path, console: Console) -> None:
     Raises:
         UserError: if it is no checkpoint, or is damaged.
     """
-    facts: dict[str, Any] = {"folder": folder, "model": _model(folder)}
+    facts: dict[str, Any] = {"folder": folder} | _model(read_hf_config(folder))
     if is_megatron(folder):
         checkpoint = MegatronCheckpoint(folder)
         facts["format"] = "Megatron distributed checkpoint (torch_dist)"
@@ -48,12 +50,21 @@ def inspect(folder: Path, console: Console) -> None:
     console.print(_table(rows))
 
 
-def _model(folder: Path) -> str:
-    arch = architecture_of(folder)
-    experts = f", {arch.num_experts} experts" if arch.num_experts else ""
-    ties = "tied" if arch.tied_embeddings else "untied"
-    size = f"{arch.num_layers} layers of {arch.hidden_size}{experts}"
-    return f"{arch.hf_class}: {size}, vocabulary {arch.vocab_size}, {ties}"
+def _model(config: dict[str, Any]) -> dict[str, str]:
+    """What config.json says of a model, of whatever architecture; quantised ones too."""
+    experts = next((config[key] for key in _EXPERTS if config.get(key)), None)
+    ties = {True: "tied", False: "untied"}
+    parts = (
+        f"{config.get('num_hidden_layers', '?')} layers of {config.get('hidden_size', '?')}",
+        f"{experts} experts" if experts else "",
+        f"vocabulary {config.get('vocab_size', '?')}",
+        ties.get(config.get("tie_word_embeddings", ""), ""),
+    )
+    name = (config.get("architectures") or ["unknown"])[0]
+    facts = {"model": f"{name}: {', '.join(part for part in parts if part)}"}
+    if isinstance(quantization := config.get("quantization_config"), dict):
+        facts["quantised"] = str(quantization.get("quant_algo") or quantization.get("quant_method"))
+    return facts
 
 
 def _layout(folder: Path) -> dict[str, Any]:

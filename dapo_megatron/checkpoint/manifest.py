@@ -37,11 +37,13 @@ class Manifest:
         tensors: by name. Optimizer states stand under their Megatron prefix and the name of the weight.
         copies: tensors that are stored under a second name: {name: the name it is a copy of}.
         layout: the parallel layout whose ranks' shards the files hold; empty for Hugging Face folders.
+        base: where tensors are that training left out of the checkpoint, see `untrained.py`; "" where none were.
     """
 
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
+    base: str = ""
 
     def in_files(self) -> dict[str, TensorRecord]:
         """The tensors of a Hugging Face folder, copies included."""
@@ -78,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
             name: TensorRecord(tuple(entry["shape"]), entry["dtype"], entry["sha256"])
             for name, entry in content["tensors"].items()
         }
-        return Manifest(tensors, dict(content["copies"]), dict(content["layout"]))
+        return Manifest(tensors, dict(content["copies"]), dict(content["layout"]), content.get("base", ""))
     except FileNotFoundError:
         raise UserError(
             f"{folder} has no {MANIFEST}: only a folder that a conversion has written can be verified"

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import logging
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from dapo_megatron.checkpoint import INDEX, SINGLE
-from dapo_megatron.checkpoint.hf import HFReader
+from dapo_megatron.checkpoint import INDEX, SINGLE, is_megatron
+from dapo_megatron.checkpoint.convert import megatron_to_hf
+from dapo_megatron.checkpoint.hf import HFReader, copy_without_weights
+from dapo_megatron.checkpoint.journal import make_way
+from dapo_megatron.checkpoint.quantize_formats import FORMATS
 from dapo_megatron.checkpoint.quantize_plan import (
-    FORMATS,
     Plan,
     check_ignored,
     fused_group,
@@ -37,11 +39,12 @@ from dapo_megatron.checkpoint.quantize_plan import (
 )
 from dapo_megatron.checkpoint.quantize_read import E4M3_MAX, LayerReport, read_back, rounded_inputs
 from dapo_megatron.checkpoint.quantize_report import QuantizeReport, compare, next_token_log_probs
+from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.data.prompts import content_of, load_table
 from dapo_megatron.data.rows import Content
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError, renamed_keys
-from dapo_megatron.files import fsync, replace_folder
+from dapo_megatron.files import fsync
 from dapo_megatron.trainer.device import current_device, import_megatron
 
 REPORT = "report.json"
@@ -49,9 +52,6 @@ QUANTIZATION = "hf_quant_config.json"
 COLUMNS = ("prompt", "text", "messages")
 PROBE_EVERY = 5  # one prompt in five is held out
 EXTRA = "model-extra.safetensors"  # tensors that transformers does not load
-
-_NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".incomplete"}
-_WRITTEN_ANEW = {INDEX, "config.json", QUANTIZATION, REPORT, "manifest.json", "tensors.json", "run.json"}
 
 ExportedPath = Callable[[str], str]
 """From the path of a module in transformers' model to its path in the files."""
@@ -62,7 +62,7 @@ class QuantizeOptions:
     """What to quantise and how.
 
     Attributes:
-        model: Hugging Face checkpoint; it is only read.
+        model: Hugging Face or Megatron checkpoint; it is only read.
         out: folder of the result; it must not exist, or be empty.
         format: a key of `FORMATS`.
         prompts: .txt with one prompt a line; or .jsonl, .json or .parquet with a column `prompt`, `text` or
@@ -99,18 +99,17 @@ def quantize(options: QuantizeOptions) -> QuantizeReport:
     probe, calibration = split_prompts(_encode(options), options)
     if not plan.format.static_inputs:
         calibration = []
-    beside = options.out.with_name(options.out.name + ".incomplete")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        with _quiet():
-            report = _quantize_into(beside, options, _Work(plan, config, exported_path, probe, calibration))
+    with _beside(options.out) as folder:
+        source = _as_hf(options.model, folder / "original")
+        with _quiet(), renamed_keys({str(source): str(options.model), "model.path: ": ""}):
+            work = _Work(source, plan, config, exported_path, probe, calibration)
+            report = _quantize_into(folder / "quantised", options, work)
         with _writing(options.out):
-            (beside / REPORT).write_text(report.to_json())
-            for file in (*beside.iterdir(), beside):
+            (folder / "quantised" / REPORT).write_text(report.to_json())
+            for file in (*(folder / "quantised").iterdir(), folder / "quantised"):
                 fsync(file)
-            replace_folder(options.out, beside)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+            (folder / "quantised").rename(options.out)
+            fsync(options.out.parent)
     return report
 
 
@@ -160,15 +159,14 @@ def _check_options(options: QuantizeOptions) -> None:
         if getattr(options, name) < (least := 2 if name == "max_prompt_tokens" else 1):
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}")
     if not (options.model / "config.json").is_file():
-        raise UserError(f"{options.model} is no Hugging Face checkpoint: it has no config.json")
+        raise UserError(f"{options.model} is no checkpoint: it has no config.json")
     try:
         quantization = json.loads((options.model / "config.json").read_text()).get("quantization_config")
     except ValueError as error:
         raise UserError(f"{options.model / 'config.json'} is not valid JSON: {error}") from error
     if quantization or (options.model / QUANTIZATION).exists():
         raise UserError(f"{options.model} is quantised already: give the checkpoint that it was made of")
-    if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
-        raise UserError(f"{options.out} exists: --out must be a new or an empty folder")
+    make_way(options.out)
 
 
 def _check_modelopt() -> None:
@@ -209,6 +207,21 @@ def _writing(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} cannot be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A new folder on the same disk, which goes afterwards with what is still in it."""
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix=f"{out.name}.", suffix=".incomplete", dir=out.parent)
+    with folder as name:
+        yield Path(name)
+
+
+def _as_hf(model: Path, target: Path) -> Path:
+    """The model as a Hugging Face folder: itself, or an export."""
+    return megatron_to_hf(model, target).folder if is_megatron(model) else model
+
+
 def _prepare(options: QuantizeOptions) -> tuple[Plan, dict[str, Any], ExportedPath]:
     """What will be done, found out on a model without weights."""
     from modelopt.torch.export.quant_aware_conversion import QuantConversionUnsupportedError, build_reverse_name_mapper
@@ -220,7 +233,8 @@ def _prepare(options: QuantizeOptions) -> tuple[Plan, dict[str, Any], ExportedPa
     except QuantConversionUnsupportedError as error:
         raise UserError(f"{options.model}: modelopt cannot export a {type(model).__name__}: {error}") from error
     config = modelopt_config(model, plan)
-    names = set(_open(options.model).names())
+    with renamed_keys({"model.path: ": ""}):
+        names = set(open_weights(options.model).names())
     for path in map(exported_path, (matrix for layer in plan.layers for matrix in layer.matrices)):
         if f"{path}.weight" not in names:
             raise UserError(
@@ -228,11 +242,6 @@ def _prepare(options: QuantizeOptions) -> tuple[Plan, dict[str, Any], ExportedPa
                 "its layers in a form that modelopt does not write"
             )
     return plan, config, exported_path
-
-
-def _open(folder: Path) -> HFReader:
-    with renamed_keys({"model.path: ": ""}):
-        return HFReader(folder)
 
 
 def _blank_model(folder: Path) -> PreTrainedModel:
@@ -252,8 +261,11 @@ def _encode(options: QuantizeOptions) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What is to be done: the plan, modelopt's configuration for it, the prompts to compare and to calibrate with."""
+    """What is to be done: with which Hugging Face folder, the plan, modelopt's configuration for it, the prompts to
+    compare and to calibrate with.
+    """
 
+    source: Path
     plan: Plan
     config: dict[str, Any]
     exported_path: ExportedPath
@@ -271,8 +283,8 @@ def _quantize_into(folder: Path, options: QuantizeOptions, work: _Work) -> Quant
     from modelopt.torch.export import export_hf_checkpoint
 
     clock = _Clock()
-    original = _open(options.model)
-    model = _load(options.model)
+    original = HFReader(work.source)
+    model = _load(work.source)
     clock.stop("load")
     before = list(next_token_log_probs(model, work.probe))
     if not all(log_probs.isfinite().all() for log_probs in before):
@@ -281,17 +293,17 @@ def _quantize_into(folder: Path, options: QuantizeOptions, work: _Work) -> Quant
     model = _calibrated(model, work)
     clock.stop("calibrate")
     with _writing(options.out):
-        folder.mkdir(parents=True)
+        folder.mkdir()
         export_hf_checkpoint(model, export_dir=folder)
         del model
-        _copy_others(options.model, folder)
+        copy_without_weights(options.model, folder, but=("config.json", REPORT))
         _add_missing(folder, original)
     clock.stop("export")
     exported = HFReader(folder)
     result = read_back(exported, original, work.plan.format, partial(_reason, work.kept))
     with _writing(options.out):
         _write_ignored(folder, result.layers, work.kept)
-    model = _load(options.model, result.weights)
+    model = _load(work.source, result.weights)
     with rounded_inputs(model, work.plan, result.layers, work.exported_path):
         comparison = compare(work.probe, before, next_token_log_probs(model, work.probe))
     clock.stop("read back and compare")
@@ -365,17 +377,11 @@ def _replace_zero_ranges(model: nn.Module, plan: Plan) -> None:
             amax.masked_fill_(amax == 0, (amax.numel() == 1 and largest) or scale_of_one)
 
 
-def _copy_others(model: Path, folder: Path) -> None:
-    """Copy the tokenizer and whatever else lies beside the weights."""
-    for file in model.iterdir():
-        if file.is_file() and file.suffix not in _NOT_COPIED and file.name not in _WRITTEN_ANEW:
-            shutil.copyfile(file, folder / file.name)
-
-
 def _add_missing(folder: Path, original: HFReader) -> None:
     """Add what transformers does not load, such as layers for speculative decoding, as it is."""
     exported = HFReader(folder)
-    missing = {name: original(name) for name in original.names() if name not in set(exported.names())}
+    there = set(exported.names())
+    missing = {name: original(name) for name in original.names() if name not in there}
     if not missing:
         return
     path = folder / INDEX

@@ -1,15 +1,11 @@
 """The command `quantize`. Loads torch when it runs."""
 
 import argparse
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from dapo_megatron.checkpoint import is_megatron
-from dapo_megatron.errors import UserError
-
-FORMATS = ("fp8", "fp8_channel", "fp8_block", "nvfp4")
+from dapo_megatron.checkpoint.commands import any_checkpoint, new_folder
+from dapo_megatron.checkpoint.quantize_formats import FORMATS
+from dapo_megatron.errors import UserError, renamed_keys
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -21,7 +17,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "nvidia-modelopt, and report every layer and the difference of log-probs.",
     )
     quantize.add_argument("--model", type=Path, required=True, metavar="DIR", help="a checkpoint in any form")
-    quantize.add_argument("--out", type=Path, required=True, metavar="DIR", help="new Hugging Face folder for vLLM")
+    quantize.add_argument(
+        "--out", type=new_folder, required=True, metavar="DIR", help="new Hugging Face folder for vLLM"
+    )
     quantize.add_argument("--format", choices=FORMATS, default="fp8", help="default fp8")
     quantize.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE", help=".txt, .jsonl, .json or .parquet to calibrate with"
@@ -50,36 +48,19 @@ def _quantize(options: argparse.Namespace) -> int:
     for name in ("calibration_prompts", "max_prompt_tokens", "probe_tokens"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
-    with _as_hf(options.model, options.out) as model:
-        report = quantize(
-            QuantizeOptions(
-                model,
-                options.out,
-                options.format,
-                options.prompts,
-                tuple(options.keep),
-                options.calibration_prompts,
-                options.max_prompt_tokens,
-                options.probe_tokens,
-            )
+    with renamed_keys({"--checkpoint": "--model"}):
+        model = any_checkpoint(options.model)
+    report = quantize(
+        QuantizeOptions(
+            model,
+            options.out,
+            options.format,
+            options.prompts,
+            tuple(options.keep),
+            options.calibration_prompts,
+            options.max_prompt_tokens,
+            options.probe_tokens,
         )
+    )
     print_report(report, Console())
     return 0
-
-
-@contextmanager
-def _as_hf(model: Path, out: Path) -> Iterator[Path]:
-    """The model as a Hugging Face folder: itself, or an export beside `out` that is removed afterwards."""
-    if not is_megatron(model) and not (model / "state").is_dir():
-        yield model
-        return
-    from dapo_megatron.checkpoint.convert import megatron_to_hf
-    from dapo_megatron.checkpoint.reshard import find_checkpoint
-
-    exported = out.with_name(out.name + ".exported")
-    shutil.rmtree(exported, ignore_errors=True)
-    try:
-        megatron_to_hf(find_checkpoint(model), exported)
-        yield exported
-    finally:
-        shutil.rmtree(exported, ignore_errors=True)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dapo_megatron.checkpoint.hf import HFReader
-from dapo_megatron.checkpoint.quantize_plan import Format, Plan
+from dapo_megatron.checkpoint.quantize_formats import Format
+from dapo_megatron.checkpoint.quantize_plan import Plan
 from dapo_megatron.errors import UserError
 
 E4M3_MAX = 448.0

@@ -7,10 +7,11 @@ from typing import Any
 from dapo_megatron.checkpoint.convert import Done, manifest_of, num_bytes, write_shards
 from dapo_megatron.checkpoint.dist_writer import MegatronWriter
 from dapo_megatron.checkpoint.hf import copy_without_weights
-from dapo_megatron.checkpoint.journal import Workspace
+from dapo_megatron.checkpoint.journal import Workspace, lock_path
 from dapo_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from dapo_megatron.checkpoint.megatron import CRITIC, MegatronCheckpoint
-from dapo_megatron.checkpoint.source import MegatronSource
+from dapo_megatron.checkpoint.source import MegatronSource, verify_state
+from dapo_megatron.checkpoint.untrained import base_of, missing_layers
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.run_state.store import RUN, latest_state, publish, read_run, state_path
@@ -39,7 +40,8 @@ def reshard(checkpoint: Path, out: Path, parallel: ParallelConfig, *, weights_on
         out: for a converted checkpoint the new folder. For a run's state the folder of a new run, whose only state is
             the new one: a run with `run.dir=OUT` in the layout continues from there.
         parallel: the layout.
-        weights_only: leave the optimizer's state behind; the result is then a checkpoint without a run.
+        weights_only: leave the optimizer's state behind; the result is then a checkpoint without a run. Its manifest
+            says where an export finds what was not trained.
 
     Raises:
         UserError: if the optimizer's state fits one layout only, the checkpoint is damaged, `out` exists, or the disk
@@ -58,9 +60,11 @@ def reshard(checkpoint: Path, out: Path, parallel: ParallelConfig, *, weights_on
     if is_state:
         _refuse_other_states(out, target)
     source = MegatronSource(found, weights_only=weights_only)
+    base = base_of(checkpoint) if missing_layers(source.arch, found.rows) and not is_state else None
+    verify_state(checkpoint)
     workspace, writer, entries = write_shards(source, target, parallel)
     copies = read_manifest(checkpoint).copies if (checkpoint / MANIFEST).exists() else {}
-    manifest = manifest_of(entries, copies=copies, layout=parallel.layout(0))
+    manifest = manifest_of(entries, copies=copies, layout=parallel.layout(0), base=str(base or ""))
     if workspace.rank == 0:
         common = {} if weights_only else found.files.common()
         writer.finish(source, entries, common, _objects(source, writer, weights_only=weights_only))
@@ -73,6 +77,7 @@ def reshard(checkpoint: Path, out: Path, parallel: ParallelConfig, *, weights_on
         if is_state:
             workspace.finish()
             publish(workspace.folder, target, run | {"layout": parallel.layout(0)}, keep=1)
+            workspace.release()
         else:
             workspace.publish()
     workspace.barrier()
@@ -81,7 +86,7 @@ def reshard(checkpoint: Path, out: Path, parallel: ParallelConfig, *, weights_on
 
 def _refuse_other_states(out: Path, target: Path) -> None:
     """The new state is to be the only one of its run: whoever keeps one state removes the others."""
-    ours = (target.parent, target.with_name(target.name + ".incomplete"))
+    ours = (target.parent, target.with_name(target.name + ".incomplete"), lock_path(target))
     if any(path not in ours for path in (*out.glob("*"), *target.parent.glob("*"))):
         raise UserError(f"--out: {out} exists already: remove it, or choose another name")
 

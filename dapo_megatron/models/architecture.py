@@ -1,5 +1,6 @@
 """The dimensions of a decoder-only transformer, read from a Hugging Face config.json."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -151,54 +152,83 @@ def require(condition: bool, config: dict[str, Any], key: str, rule: str) -> Non
 
 def positive(config: dict[str, Any], key: str) -> int:
     """A whole number of at least 1 that a Hugging Face config must state."""
-    value = config.get(key)
-    require(isinstance(value, int) and value > 0, config, key, "it must be a number of at least 1")
-    return int(config[key])
+    value: Any = config.get(key)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value > 0, config, key, "it must be a number of at least 1")
+    return int(value)
+
+
+def number(config: dict[str, Any], key: str, default: float | None = None, *, above: float = 0) -> float:
+    """A finite number above a bound that a Hugging Face config, or its rotary parameters, must state.
+
+    Args:
+        config: the config, or a part of it.
+        key: the number's.
+        default: what null or a missing key stands for; where None they are refused.
+        above: the bound.
+    """
+    value: Any = default if config.get(key) is None else config[key]
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    require(real and above < value < math.inf, config, key, f"it must be a number above {above}")
+    return float(value)
+
+
+def flag(config: dict[str, Any], key: str, *, default: bool) -> bool:
+    """A switch of a Hugging Face config; null is off."""
+    value = config.get(key, default)
+    require(value is None or isinstance(value, bool), config, key, "it must be true or false")
+    return bool(value)
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of rotary positions, always with `rope_type`.
+    """What a config says of rotary positions, always with `rope_type`; without what is null.
 
     It stands under `rope_parameters` (transformers 5) or `rope_scaling` (4).
 
     Raises:
-        UserError: if only a part of each head is rotated.
+        UserError: if both are there and differ, layers differ, or only a part of each head is rotated.
     """
-    parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for values in (config, parameters):
+    for key in ("rope_scaling", "rope_parameters"):
+        values = config.get(key) or {}
+        rule = "it must be an object of values that hold for all layers"
+        plain = isinstance(values, dict) and not any(isinstance(value, dict) for value in values.values())
+        require(plain, config, key, rule)
+    parameters, older = (_rope_values(config, key) for key in ("rope_parameters", "rope_scaling"))
+    if config.get("rope_scaling") and config.get("rope_parameters"):
+        # transformers itself takes the older key, and not all of its versions do
+        require(parameters == older, config, "rope_scaling", f"rope_parameters={config['rope_parameters']!r} differs")
+    found = parameters if config.get("rope_parameters") else older
+    for values in (config, found):
         rule = "whole heads are rotated"
         require(values.get("partial_rotary_factor") in (None, 1), values, "partial_rotary_factor", rule)
-    return parameters | {"rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}
+    return found
 
 
-def rope_theta(config: dict[str, Any], default: float = 10000.0) -> float:
-    """The rotary base."""
-    return float(rope_parameters(config).get("rope_theta") or config.get("rope_theta") or default)
-
-
-def rope_number(parameters: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A number above 0 among the `rope_parameters`."""
-    value = parameters.get(key, default)
-    require(isinstance(value, int | float) and value > 0, parameters, key, "the rotary positions need a number above 0")
-    return float(value)  # type: ignore[arg-type]
+def _rope_values(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """Rotary parameters under one key, with the base from beside it where that is not among them."""
+    values = {name: value for name, value in (config.get(key) or {}).items() if value is not None}
+    kind = values.pop("type", None)
+    base = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
+    return {"rope_type": kind or "default"} | base | values
 
 
 def llama3_scaling(config: dict[str, Any]) -> Llama3Scaling | None:
     """Llama 3's scaling of rotary positions, if there is one.
 
     Raises:
-        UserError: for any other scaling.
+        UserError: for any other scaling, or one whose numbers make no sense.
     """
     parameters = rope_parameters(config)
     kinds = ("default", "llama3")
     require(parameters["rope_type"] in kinds, parameters, "rope_type", f"use {' or '.join(kinds)}")
     if parameters["rope_type"] == "default":
         return None
+    low = number(parameters, "low_freq_factor")
     return Llama3Scaling(
-        factor=rope_number(parameters, "factor"),
-        low_freq_factor=rope_number(parameters, "low_freq_factor"),
-        high_freq_factor=rope_number(parameters, "high_freq_factor"),
-        original_positions=int(rope_number(parameters, "original_max_position_embeddings")),
+        factor=number(parameters, "factor"),
+        low_freq_factor=low,
+        high_freq_factor=number(parameters, "high_freq_factor", above=low),
+        original_positions=positive(parameters, "original_max_position_embeddings"),
     )
 
 
@@ -206,7 +236,9 @@ def require_plain(config: dict[str, Any]) -> None:
     """Refuse what no family does here, whether or not its own code in transformers would read the key."""
     causal = "attention is causal over all tokens"
     require(not config.get("use_sliding_window"), config, "use_sliding_window", causal)
-    require(set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}, config, "layer_types", causal)
+    kinds = config.get("layer_types") or []
+    full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    require(full, config, "layer_types", causal)
     require(not config.get("use_bidirectional_attention"), config, "use_bidirectional_attention", causal)
     for key in ("attention_bias", "mlp_bias"):
         require(not config.get(key), config, key, "the model must have no such biases")
@@ -215,6 +247,16 @@ def require_plain(config: dict[str, Any]) -> None:
     require(config.get("pretraining_tp") in (None, 1), config, "pretraining_tp", "projections are not cut into slices")
     rule = "the weights must be stored unquantised: dequantise the checkpoint first"
     require(not config.get("quantization_config"), config, "quantization_config", rule)
+
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 def dense_architecture(
@@ -229,32 +271,35 @@ def dense_architecture(
     """The fields that all Llama-like families spell the same way. The other arguments are the family's own.
 
     Raises:
-        UserError: if a field is missing or asks for something unsupported.
+        UserError: if a field is missing, is no number of its range, or asks for something unsupported.
     """
     require_plain(config)
     require(config.get("hidden_act", hidden_act) == hidden_act, config, "hidden_act", f"it must be {hidden_act}")
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        return Architecture(
-            hf_class=str(config["architectures"][0]),
-            num_layers=int(config["num_hidden_layers"]),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            ffn_size=int(config["intermediate_size"]),
-            vocab_size=int(config["vocab_size"]),
-            norm_eps=float(config["rms_norm_eps"]),
-            rope_theta=rope_theta(config, default_theta),
-            max_positions=int(config["max_position_embeddings"]),
-            tied_embeddings=bool(config.get("tie_word_embeddings", default_tied)),
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
-            rope_scaling=llama3_scaling(config),
-        )
-    except KeyError as error:
-        raise UserError(f"config.json: the key {error.args[0]!r} is missing") from None
+    for key in ("architectures", *_SIZES, "rms_norm_eps"):
+        if key not in config:
+            raise UserError(f"config.json: the key {key!r} is missing")
+    layers, hidden, heads, ffn, vocab, positions = (positive(config, key) for key in _SIZES)
+    kv_heads = heads if config.get("num_key_value_heads") is None else positive(config, "num_key_value_heads")
+    require(heads % kv_heads == 0, config, "num_key_value_heads", f"it must divide the {heads} heads")
+    own_dim = config.get("head_dim") is not None
+    require(own_dim or hidden % heads == 0, config, "head_dim", f"{heads} heads do not divide hidden_size={hidden}")
+    return Architecture(
+        hf_class=str(config["architectures"][0]),
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=positive(config, "head_dim") if own_dim else hidden // heads,
+        ffn_size=ffn,
+        vocab_size=vocab,
+        norm_eps=number(config, "rms_norm_eps"),
+        rope_theta=number(rope_parameters(config), "rope_theta", default_theta, above=1),
+        max_positions=positions,
+        tied_embeddings=flag(config, "tie_word_embeddings", default=default_tied),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        rope_scaling=llama3_scaling(config),
+    )
 
 
 def softmax_experts(config: dict[str, Any], count_key: str, ffn_key: str, *, norm_topk_prob: bool) -> dict[str, Any]:

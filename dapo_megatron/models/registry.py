@@ -35,7 +35,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"model.path: {path} does not exist; {folder} is not a Hugging Face checkpoint") from None
+        raise UserError(f"model.path: {path} does not exist: it says of which model a checkpoint is") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"model.path: {path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):

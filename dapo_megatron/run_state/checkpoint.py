@@ -22,7 +22,9 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from dapo_megatron.checkpoint.hf import copy_without_weights
+from dapo_megatron.checkpoint.hf import files_without_weights
+from dapo_megatron.checkpoint.megatron import CRITIC
+from dapo_megatron.checkpoint.raw import disk_errors
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
@@ -50,7 +52,6 @@ from dapo_megatron.trainer.trained import TrainedModel
 write_in_process()
 keep_places()
 
-_CRITIC = "critic"  # its folder in a state
 _NO_PARAMETER: Any = "no parameter"  # the key of a step count in torch's Adam, which leaves keys it does not know alone
 
 
@@ -65,6 +66,9 @@ class RunState:
         self.step, self.version = 0, 0
         self.cursor: dict[str, Any] = {}
         self._saved: tuple[int, str] | None = None  # step and kind of the newest state
+        # Read once: states can still be saved when somebody has removed `model.path`.
+        files = files_without_weights(config.model.path) if policy.layout.rank == 0 else []
+        self._model_files = {file.name: file.read_bytes() for file in files}
 
     def restore(self) -> bool:
         """Continue from the newest saved state, if there is one. A collective.
@@ -91,7 +95,7 @@ class RunState:
         _set_state(self.policy, loaded)
         if self.critic is not None:
             sharded = _sharded(self.critic, run["optimizer"], loading=True)
-            _set_state(self.critic, dist_checkpointing.load(sharded, str(state / _CRITIC)))
+            _set_state(self.critic, dist_checkpointing.load(sharded, str(state / CRITIC)))
         if same:
             _set_random_state(loaded["random"])
         self.step, self.version, self.cursor = run["step"], run["version"], run["cursor"]
@@ -122,7 +126,7 @@ class RunState:
         random_state = _sharded_random_state(self.policy.layout)
         dist_checkpointing.save(_sharded(self.policy, kind, loading=False) | random_state, str(incomplete))
         if self.critic is not None:
-            dist_checkpointing.save(_sharded(self.critic, kind, loading=False), str(incomplete / _CRITIC))
+            dist_checkpointing.save(_sharded(self.critic, kind, loading=False), str(incomplete / CRITIC))
         dist.barrier()
         on_rank_zero(lambda: self._publish(incomplete, state, kind))
         self._saved = (self.step, kind)
@@ -131,10 +135,12 @@ class RunState:
         """An empty folder. What earlier saves left unfinished goes."""
         for leftover in (*incomplete.parent.glob("*.incomplete"), *incomplete.parent.glob("*.old")):
             shutil.rmtree(leftover, ignore_errors=True)
-        (incomplete / _CRITIC if self.critic is not None else incomplete).mkdir(parents=True)
+        (incomplete / CRITIC if self.critic is not None else incomplete).mkdir(parents=True)
 
     def _publish(self, incomplete: Path, state: Path, kind: str) -> None:
-        copy_without_weights(self.config.model.path, incomplete)
+        for name, content in self._model_files.items():
+            with disk_errors(incomplete / name):
+                (incomplete / name).write_bytes(content)
         publish(incomplete, state, self._run(kind), self.config.run.keep)
 
     def _run(self, kind: str) -> dict[str, Any]:
@@ -157,12 +163,12 @@ class RunState:
         return {
             "precision": {"training.precision": self.config.training.precision},
             "model": _as_json(self.policy.arch),
-            **({_CRITIC: _as_json(self.critic.arch)} if self.critic is not None else {}),
+            **({CRITIC: _as_json(self.critic.arch)} if self.critic is not None else {}),
         }
 
     def _check_identity(self, state: Path, run: dict[str, Any]) -> None:
         identity = self._identity()
-        if _CRITIC in identity and _CRITIC not in run:
+        if CRITIC in identity and CRITIC not in run:
             raise UserError(
                 f"run.resume: {state} holds no critic, which algorithm.advantage.estimator="
                 f"{self.config.algorithm.advantage.estimator} needs: use the estimator it was saved with, or another "

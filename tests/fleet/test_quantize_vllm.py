@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.quantization import modelopt
 
 from dapo_megatron.checkpoint.quantize import QuantizeOptions, quantize, split_prompts
-from dapo_megatron.checkpoint.quantize_plan import FORMATS
+from dapo_megatron.checkpoint.quantize_formats import FORMATS
 from dapo_megatron.checkpoint.quantize_report import next_token_log_probs
 from tests.models import REPOSITORY, TINY_EXPERTS
 from tests.quantization import LETTERS, WIDE, write_model, write_prompts

@@ -16,8 +16,11 @@ import pytest
 import torch
 import yaml
 
+from dapo_megatron.checkpoint.compare import differences
+from dapo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.run import Config
+from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.monitoring.metrics import read_metrics
 from dapo_megatron.rollout.journal import Journal
 from dapo_megatron.run_state.store import latest_state
@@ -172,7 +175,6 @@ def test_resume_in_bf16_over_tensor_parallel_ranks(recorded: Path, config_path: 
     "layout",
     [
         ["parallel.tensor=2", "parallel.sequence=true"],
-        ["parallel.pipeline=2"],
         ["parallel.context=2", "algorithm.loss=gspo", "algorithm.aggregation=sequence_mean"],
     ],
     ids=" ".join,
@@ -181,6 +183,27 @@ def test_weights_of_a_split_model_reach_the_servers(config_path: Path, tmp_path:
     """The proof at the start of every run (law 3) and the log-probs of every answer hold with two ranks."""
     train(config_path, f"run.dir={tmp_path}", "run.steps=2", "evaluation.data=null", *layout, ranks=2)
     check_answers(tmp_path)
+
+
+def test_run_starts_from_a_megatron_checkpoint(config_path: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """One converted for two tensor-parallel ranks trains in two pipeline stages; its servers get all weights pushed."""
+    hf_to_megatron(tiny_model, tmp_path / "model", ParallelConfig(tensor=2))
+    folder = tmp_path / "run"
+    train(
+        config_path,
+        f"model.path={tmp_path / 'model'}",
+        f"run.dir={folder}",
+        "run.steps=2",
+        "evaluation.data=null",
+        "parallel.pipeline=2",
+        ranks=2,
+    )
+    check_answers(folder)
+    state = latest_state(folder)
+    assert state is not None
+    megatron_to_hf(state, tmp_path / "exported")
+    assert list(differences(tmp_path / "exported", folder / "hf")) == []
+    assert list(differences(tmp_path / "exported", tiny_model)) != []
 
 
 def test_experts_spread_over_ranks_reach_the_servers(tiny_fleet: FleetConfig, tmp_path: Path) -> None:

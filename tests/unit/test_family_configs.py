@@ -139,6 +139,15 @@ def architecture(folder: Path, config: dict[str, Any], **changes: Any) -> Archit
         (DEEPSEEK_V3, {"topk_group": 9}, "topk_group=9 is not supported: there are 8 groups"),
         (DEEPSEEK_V3, {"topk_group": 2}, "topk_group=2 is not supported: it must be half of num_experts_per_tok=8"),
         (DEEPSEEK_V3, {"routed_scaling_factor": 0}, "routed_scaling_factor=0 is not supported"),
+        (DEEPSEEK_V3, {"routed_scaling_factor": None}, "routed_scaling_factor=None is not supported: it must be a num"),
+        (DEEPSEEK_V3, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1 is not supported"),
+        (
+            DEEPSEEK_V3,
+            {"rope_scaling": YARN | {"beta_fast": 1}},
+            "beta_fast=1 is not supported: it must be a number ab",
+        ),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": "x"}}, "mscale='x' is not supported"),
+        (DEEPSEEK_V3, {"rope_theta": 1}, "rope_theta=1 is not supported: it must be a number above 1"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"type": "llama3"}}, "rope_type='llama3' is not supported: use default"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"factor": None}}, "factor=None is not supported"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": None}}, "mscale=None is not supported: state both"),
@@ -153,6 +162,68 @@ def test_what_megatron_would_silently_not_do_is_refused(
     with pytest.raises(UserError) as caught:
         architecture(tmp_path, base, **changes)
     assert message in str(caught.value)
+
+
+LLAMA3 = LLAMA_3_1_8B["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "x"}, "hidden_size='x' is not supported: it must be a number of at least 1"),
+        ({"hidden_size": 72.0}, "hidden_size=72.0 is not supported"),
+        ({"hidden_size": 70}, "head_dim=None is not supported: 9 heads do not divide hidden_size=70"),
+        ({"vocab_size": -1}, "vocab_size=-1 is not supported"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not supported"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not supported"),
+        ({"num_attention_heads": True}, "num_attention_heads=True is not supported"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not supported"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported: it must divide the 9 heads"),
+        ({"head_dim": 0}, "head_dim=0 is not supported"),
+        ({"intermediate_size": None}, "intermediate_size=None is not supported"),
+        ({"max_position_embeddings": [1]}, "max_position_embeddings=[1] is not supported"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None is not supported: it must be a number above 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan is not supported"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf is not supported"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True is not supported"),
+        ({"rope_theta": 0}, "rope_theta=0 is not supported: it must be a number above 1"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' is not supported"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1] is not supported: it must be an object"),
+        ({"rope_scaling": "x"}, "rope_scaling='x' is not supported: it must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "object of values that hold for all layers"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor=1.0 is not supported: it must be a"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor=0 is not supported"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0.5}}, "embeddings=0.5 is not supported"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is not supported: it must be true or false"),
+        ({"layer_types": 5}, "layer_types=5 is not supported"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        architecture(tmp_path, LLAMA, **changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"rope_parameters": LLAMA3}, True),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 500000.0, "truncate": None}}, True),
+        ({"rope_parameters": LLAMA3 | {"factor": 4.0}}, False),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 1e6}}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, False),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": None}, True),
+    ],
+)
+def test_two_keys_for_positions_must_agree(tmp_path: Path, changes: dict[str, Any], same: bool) -> None:
+    """transformers takes rope_scaling, and with it the base that stands beside it."""
+    if same:
+        arch = architecture(tmp_path, LLAMA_3_1_8B, **changes)
+        theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+        assert (arch.rope_theta, arch.rope_scaling is None) == (theirs["rope_theta"], theirs["rope_type"] == "default")
+        return
+    with pytest.raises(UserError, match=r"rope_scaling=.* is not supported: rope_parameters=.* differs"):
+        architecture(tmp_path, LLAMA_3_1_8B, **changes)
 
 
 def test_a_window_that_is_not_mentioned_is_mistrals_default(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1,
     },
 }

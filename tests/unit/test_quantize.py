@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dapo_megatron.checkpoint.hf import HFReader
 from dapo_megatron.checkpoint.quantize import QuantizeOptions, quantize, split_prompts
-from dapo_megatron.checkpoint.quantize_plan import FORMATS
+from dapo_megatron.checkpoint.quantize_formats import FORMATS
 from dapo_megatron.checkpoint.quantize_read import dequantize, read_back, round_inputs
 from dapo_megatron.checkpoint.quantize_report import QuantizeReport, compare, next_token_log_probs, print_report
 from dapo_megatron.errors import UserError
@@ -333,7 +333,7 @@ def test_the_table_groups_equal_layers(dense: Path, prompts: Path, tmp_path: Pat
         ({"keep": ("model.layers.0.self_attn.q_proj",)}, r"fuses with .*k_proj, .*v_proj: keep those as well"),
         ({"keep": ("model.layers.**",)}, r"nothing to quantise: all 15 layers are kept .*--keep model\.layers"),
         ({"max_prompt_tokens": 1}, "--max-prompt-tokens must be at least 2"),
-        ({"model": Path("nowhere")}, "nowhere is no Hugging Face checkpoint: it has no config.json"),
+        ({"model": Path("nowhere")}, "nowhere is no checkpoint: it has no config.json"),
         ({"prompts": Path("nowhere.txt")}, "the prompts nowhere.txt do not exist"),
     ],
 )
@@ -425,7 +425,7 @@ def test_only_an_empty_folder_is_replaced(dense: Path, prompts: Path, tmp_path: 
     options = QuantizeOptions(dense, tmp_path / "out", "fp8_channel", prompts)
     options.out.mkdir()
     (options.out / "mine").write_text("x")
-    with pytest.raises(UserError, match="exists: --out must be a new or an empty folder"):
+    with pytest.raises(UserError, match="exists already: remove it, or choose another name"):
         quantize(options)
     (options.out / "mine").unlink()
     before = {file.name: file.read_bytes() for file in dense.iterdir()}

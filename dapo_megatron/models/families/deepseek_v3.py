@@ -10,9 +10,9 @@ from dapo_megatron.models.architecture import (
     SigmoidRouter,
     YarnScaling,
     dense_architecture,
+    number,
     positive,
     require,
-    rope_number,
     rope_parameters,
 )
 from dapo_megatron.models.families import Family
@@ -35,13 +35,13 @@ def architecture(config: dict[str, Any]) -> Architecture:
     rule = "latent attention has a key and a value for each head"
     require(config.get("num_key_value_heads", heads) == heads, config, "num_key_value_heads", rule)
     require(config.get("rope_interleave", True) is True, config, "rope_interleave", "rotated pairs lie side by side")
+    rotary = {"rope_parameters": {"rope_theta": rope_parameters(config).get("rope_theta")}, "rope_scaling": None}
+    own = {"num_key_value_heads": heads, "head_dim": latent.nope_dim + latent.rope_dim}
     return replace(
-        dense_architecture(config | {"rope_parameters": {"rope_theta": rope_parameters(config).get("rope_theta")}}),
-        num_kv_heads=heads,
-        head_dim=latent.nope_dim + latent.rope_dim,
+        dense_architecture(config | rotary | own),
         latent=latent,
         rope_scaling=_yarn(config),
-        mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+        mtp_layers=positive(config, "num_nextn_predict_layers") if config.get("num_nextn_predict_layers") else 0,
         **_experts(config),
     )
 
@@ -59,15 +59,17 @@ def _yarn(config: dict[str, Any]) -> YarnScaling | None:
         return None
     require(values.get("attention_factor") is None, values, "attention_factor", "it follows from mscale")
     require(values.get("truncate", True) is True, values, "truncate", "the range of dimensions is rounded")
-    both = bool(values.get("mscale")) == bool(values.get("mscale_all_dim"))
+    stated = bool(values.get("mscale"))
+    both = stated == bool(values.get("mscale_all_dim"))
     require(both, values, "mscale", "state both mscale and mscale_all_dim or neither")
+    slow = number(values, "beta_slow", 1)
     return YarnScaling(
-        factor=rope_number(values, "factor"),
-        original_positions=int(rope_number(values, "original_max_position_embeddings")),
-        beta_fast=rope_number(values, "beta_fast", 32),
-        beta_slow=rope_number(values, "beta_slow", 1),
-        mscale=float(values.get("mscale") or 1),
-        mscale_all_dim=float(values.get("mscale_all_dim") or 0),
+        factor=number(values, "factor"),
+        original_positions=positive(values, "original_max_position_embeddings"),
+        beta_fast=number(values, "beta_fast", 32, above=slow),
+        beta_slow=slow,
+        mscale=number(values, "mscale") if stated else 1.0,
+        mscale_all_dim=number(values, "mscale_all_dim") if stated else 0.0,
     )
 
 
@@ -103,9 +105,8 @@ def _router(config: dict[str, Any], num_experts: int, chosen: int) -> SigmoidRou
         rule = f"it must be half of num_experts_per_tok={chosen}: groups are compared by their two best experts"
         require(chosen == 2 * per_token, config, "topk_group", rule)
         require(num_experts // groups >= 2, config, "n_group", "a group must have two experts at least")
-    scale = config.get("routed_scaling_factor", 1.0)
-    require(isinstance(scale, int | float) and scale > 0, config, "routed_scaling_factor", "it must be above 0")
-    return SigmoidRouter(groups, per_token, float(scale))
+    # transformers' own default (2.5) follows from no other number: a guess would be another model
+    return SigmoidRouter(groups, per_token, number(config, "routed_scaling_factor"))
 
 
 def parameters(arch: Architecture) -> Iterator[Parameter]:
