@@ -72,16 +72,19 @@ def run(
         entry["tensors"] = {name: asdict(found) for name, found in records.result().items()}
         workspace.add(entry, size)
 
-    with ThreadPoolExecutor(1) as checksums:
-        for item, whole, tensors in _read_ahead(source, left[workspace.rank :: workspace.size], cast):
-            records = checksums.submit(_records, item, tensors)
-            chunks = [asdict(chunk) for chunk in write(item, whole, tensors)]
-            hashing.append(({"item": item.name, "chunks": chunks}, records, whole.nbytes))
-            while len(hashing) > (1 if whole.nbytes <= AHEAD_BYTES else 0):
+    try:
+        with ThreadPoolExecutor(1) as checksums:
+            for item, whole, tensors in _read_ahead(source, left[workspace.rank :: workspace.size], cast):
+                records = checksums.submit(_records, item, tensors)
+                chunks = [asdict(chunk) for chunk in write(item, whole, tensors)]
+                hashing.append(({"item": item.name, "chunks": chunks}, records, whole.nbytes))
+                while len(hashing) > (1 if whole.nbytes <= AHEAD_BYTES else 0):
+                    note_oldest()
+                del whole, tensors  # before the next is read
+            while hashing:
                 note_oldest()
-            del whole, tensors  # before the next is read
-        while hashing:
-            note_oldest()
+    finally:
+        workspace.settle()
     entries = {entry["item"]: entry for entry in workspace.all_entries()}
     return [entries[item.name] for item in items]
 

@@ -129,6 +129,10 @@ class Workspace:
         self._start_commit()
         self._commits.result()
 
+    def settle(self) -> None:
+        """Wait for a commit that was started, whether it succeeds or not: nothing is written after this."""
+        self._commits.exception()
+
     def _start_commit(self) -> None:
         self._commits.result()
         lines, self._pending, self._bytes = self._pending, [], 0

@@ -289,6 +289,7 @@ def test_journal_names_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.M
     for i in range(4):
         workspace.add({"item": str(i)}, 60)  # two make a commit
     workspace.add({"item": "4"}, 60)
+    workspace.settle()
     assert seen == [1, 3]
     assert len(lines(progress)) == 5
     assert [entry["item"] for entry in workspace.all_entries()] == ["0", "1", "2", "3", "4"]
