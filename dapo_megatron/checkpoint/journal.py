@@ -150,7 +150,9 @@ class Workspace:
         """The entries of all processes, once all have committed."""
         self.commit()
         self.barrier()
-        return [entry for path in self._journals() for entry in _entries(path)]
+        entries = [entry for path in self._journals() for entry in _entries(path)]
+        self.barrier()  # the first process removes the journals soon
+        return entries
 
     def finish(self) -> None:
         """Remove the journals: from now on nothing is left to be done but a new name. On one process."""
