@@ -83,8 +83,9 @@ def run(
                 del whole, tensors  # before the next is read
             while hashing:
                 note_oldest()
-    finally:
-        workspace.settle()
+    except BaseException:
+        workspace.abandon()
+        raise
     entries = {entry["item"]: entry for entry in workspace.all_entries()}
     return [entries[item.name] for item in items]
 

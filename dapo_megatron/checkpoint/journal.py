@@ -130,8 +130,14 @@ class Workspace:
         self._commits.result()
 
     def settle(self) -> None:
-        """Wait for a commit that was started, whether it succeeds or not: nothing is written after this."""
+        """Wait for a commit that was started, whether it succeeds or not."""
         self._commits.exception()
+
+    def abandon(self) -> None:
+        """Leave the rest to a later start, in whichever process: nothing is written after this."""
+        self.settle()
+        if self.rank == 0:
+            self.release()
 
     def _start_commit(self) -> None:
         self._commits.result()
