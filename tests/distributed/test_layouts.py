@@ -65,12 +65,10 @@ DENSE: dict[int, dict[str, tuple[Case, Case]]] = {
         }.items()
     },
     4: {
-        "DP4": ({}, {}),
         "PP4": ({"pipeline": 4}, {}),
         "CP4": ({"context": 4}, {}),
         "TP2 DP2": (TP2, SMALL),
         "TP2 PP2": (TP2 | PP2, FULL),
-        "TP2 CP2": (TP2 | CP2, {}),
         "TP2 SP CP2": (TP2_SP | CP2, SELECTIVE),
         "TP2 SP PP2 VPP2": (TP2_SP | PP2_VPP2, {}),
         "PP2 CP2": (PP2 | CP2, PADDED),
@@ -102,12 +100,10 @@ MOE: dict[int, dict[str, tuple[Case, Case]]] = {
     4: {
         "EP4": ({"expert": 4}, WHOLE),
         "EP2 DP2": (EP2, FULL),
-        "EP2 PP2": (EP2 | PP2, {}),
         "EP2 PP2 VPP2": (EP2 | PP2_VPP2, SMALL),
         "EP2 TP2 SP CP2": (EP2 | TP2_SP | CP2, {}),
         "EP4 TP2 SP CP2": ({"expert": 4} | TP2_SP | CP2, PADDED),
         "EP2 TP2 SP PP2": (EP2 | TP2_SP | PP2, {}),
-        "EP4 CP2": ({"expert": 4} | CP2, {}),
         "EP2 ETP2 TP2 SP": (EP2 | TP2_SP | {"expert_tensor": 2}, {}),
         "EP2 ETP2": (EP2 | {"expert_tensor": 2}, FULL),
     },
