@@ -213,7 +213,8 @@ def _sharded(model: TrainedModel, kind: str, *, loading: bool) -> dict[str, Any]
     """Everything of a model that updates change, as megatron's checkpoints describe it.
 
     The `kind` DP_RESHARDABLE holds Adam's states as they lie in the buffers, which needs no gathering.
-    FULLY_RESHARDABLE gathers them on the first data-parallel rank, in host memory.
+    FULLY_RESHARDABLE gathers them on the first data-parallel rank, in host memory; without data parallelism they are
+    saved where they are.
     """
     _ensure_adam_state(model)
     metadata = {
