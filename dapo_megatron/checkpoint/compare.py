@@ -15,6 +15,7 @@ from dapo_megatron.checkpoint.manifest import read_manifest, record, verify_tens
 from dapo_megatron.checkpoint.megatron import CRITIC, MegatronCheckpoint
 from dapo_megatron.checkpoint.source import COMPUTED, MegatronSource
 from dapo_megatron.checkpoint.weights import WeightReader, open_weights
+from dapo_megatron.models.sharding import merge_shards
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,10 @@ def verify_folder(folder: Path) -> int:
         expected = manifest.in_files()
         verify_tensors(folder, expected, reader, reader.names())
         return len(expected)
-    compared = _verify_megatron(MegatronCheckpoint(folder))
+    checkpoint = MegatronCheckpoint(folder)
+    compared = _verify_megatron(checkpoint)
     if (folder / CRITIC).is_dir():
-        policy = MegatronCheckpoint(folder).arch
-        compared += _verify_megatron(MegatronCheckpoint(folder / CRITIC, critic_of=policy))
+        compared += _verify_megatron(MegatronCheckpoint(folder / CRITIC, critic_of=checkpoint.arch))
     return compared
 
 
@@ -119,7 +120,7 @@ def _verify_megatron(checkpoint: MegatronCheckpoint) -> int:
 
     def read(name: str) -> Tensor:
         item, i = places[name]
-        return checkpoint.tensors(item.row, checkpoint.whole(item.row, item.prefix))[i]
+        return merge_shards(item.row.rule, [checkpoint.whole(item.row, item.prefix)])[i]
 
     verify_tensors(checkpoint.folder, expected, read, places)
     return len(expected)

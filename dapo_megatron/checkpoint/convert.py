@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dapo_megatron.checkpoint.dist_writer import MegatronWriter, rewind
 from dapo_megatron.checkpoint.distcp import Chunk
-from dapo_megatron.checkpoint.hf import HFWriter, copy_without_weights
+from dapo_megatron.checkpoint.hf import MAX_SHARD_BYTES, HFWriter, copy_without_weights
 from dapo_megatron.checkpoint.journal import Entry, Workspace
 from dapo_megatron.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, dtype_name, read_manifest, record
 from dapo_megatron.checkpoint.megatron import MegatronCheckpoint
@@ -31,7 +31,6 @@ from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.sharding import merge_shards
 
-SHARD_BYTES = 4 << 30
 AHEAD_BYTES = 256 << 20  # larger parameters are neither read ahead nor hashed while the next is read
 
 
@@ -232,7 +231,7 @@ def megatron_to_hf(
     *,
     dtype: torch.dtype | None = None,
     base: Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Done:
     """Convert the weights of a Megatron checkpoint into a Hugging Face folder.
 

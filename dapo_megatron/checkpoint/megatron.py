@@ -15,7 +15,7 @@ from dapo_megatron.models.checkpoint_keys import stored_parameter
 from dapo_megatron.models.parameters import EMBEDDING, OUTPUT, Parameter
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.models.rules import Replicated, Rule, Stretch
-from dapo_megatron.models.sharding import merge_shards
+from dapo_megatron.models.sharding import assemble, merge_shards
 from dapo_megatron.models.table import parameter_table
 
 _BUCKETS = ".distributed.dp_group_idx_"  # in the keys of dp_reshardable optimizer states
@@ -107,10 +107,6 @@ class MegatronCheckpoint:
         offset = (*stored.index, *(0 for _ in shape))
         return self.files.read(prefix + stored.key, offset, (*(1 for _ in stored.index), *shape)).reshape(shape)
 
-    def tensors(self, row: Parameter, whole: Tensor) -> list[Tensor]:
-        """The Hugging Face tensors that a whole parameter is made of; it itself, no copy, where it is but one."""
-        return [whole] if len(row.hf_names) == 1 else merge_shards(row.rule, [whole])
-
 
 class MegatronReader:
     """The weights of a Megatron checkpoint under Hugging Face's names. Usable as a `models.sharding.Reader`.
@@ -148,9 +144,9 @@ class MegatronReader:
         row, i = self._find(name)
         if dim is not None and dim == row.rule.dim:
             parts = [self._box(row, dim, *stretch) for stretch in _places(row.rule, i, start, stop)]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            return assemble(row.rule, parts)
         if self._last is None or self._last[0] != row.name:
-            self._last = (row.name, self.checkpoint.tensors(row, self.checkpoint.whole(row)))
+            self._last = (row.name, merge_shards(row.rule, [self.checkpoint.whole(row)]))
         tensor = self._last[1][i]
         return (tensor if dim is None else tensor.narrow(dim, start, stop - start)).contiguous()
 

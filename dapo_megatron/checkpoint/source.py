@@ -18,7 +18,7 @@ from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.checkpoint_keys import stored_parameter
 from dapo_megatron.models.parameters import EMBEDDING, OUTPUT, Parameter
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.models.sharding import load_shard
+from dapo_megatron.models.sharding import load_shard, merge_shards
 from dapo_megatron.models.table import parameter_table
 from dapo_megatron.run_state.store import RUN, verify
 
@@ -238,4 +238,4 @@ class MegatronSource:
     def read(self, item: Item) -> tuple[Tensor, list[Tensor]]:
         """Both from one reading of the files."""
         whole = self.checkpoint.whole(item.row, item.prefix)
-        return whole, self.checkpoint.tensors(item.row, whole)
+        return whole, merge_shards(item.row.rule, [whole])
