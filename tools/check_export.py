@@ -26,7 +26,7 @@ from dapo_megatron.evaluation.statistics import accuracy_interval
 from dapo_megatron.rollout.blocks import build_batch as flatten
 from dapo_megatron.rollout.blocks import select
 from dapo_megatron.rollout.client import Generated
-from dapo_megatron.rollout.generation import Grader
+from dapo_megatron.rollout.grader import Grader
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.batching import load_batch
 from dapo_megatron.trainer.policy import Policy

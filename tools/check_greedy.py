@@ -25,7 +25,8 @@ from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.training import ParallelConfig, TrainingConfig
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.rollout.client import Sampling, ServerClient
+from dapo_megatron.rollout.client import ServerClient
+from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.rollout.server import start_server, stop_server, wait_until_healthy
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.attention import pack

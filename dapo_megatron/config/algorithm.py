@@ -98,6 +98,12 @@ class CorrectionConfig(Section):
     floor: float | None = Field(None, gt=0, le=1, description="Smaller w count as this with tis. null: no lower bound.")
     low: float = Field(0.5, ge=0, le=1, description="mis keeps w from here, bound included.")
     high: float = Field(2.0, ge=1, allow_inf_nan=False, description="mis keeps w up to here, bound included.")
+    max_token_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Tokens whose weights are older than this many versions leave the loss, in every mode: neither the "
+        "sum nor the count has them. null: all stay.",
+    )
 
 
 class AdvantageConfig(Section):

@@ -88,6 +88,33 @@ class RolloutConfig(Section):
         description="When the budget is used up: train on the groups kept so far, go on sampling with a new budget, "
         "or save and end the run with exit code 0.",
     )
+    selection: Literal["draw_order", "arrival"] = Field(
+        "draw_order",
+        description="Which mixed groups are trained on: the first N in the order they were drawn, or the first N to be "
+        "complete. `arrival` prefers short answers: for comparison only.",
+    )
+    partial_rollouts: Literal["requeue", "resume"] = Field(
+        "requeue",
+        description="What becomes of answers that a step began and did not need: their prompts are drawn again, and the "
+        "answers begin anew (requeue) or go on where they were (resume; they hold tokens of older weights then).",
+    )
+    pipeline: Literal["sync", "one_step_off", "async"] = Field(
+        "sync",
+        description="sync: a step's answers are of the weights it trains. one_step_off: they are generated while the "
+        "step before is trained, by the weights that one began with. async: as one_step_off, up to max_staleness steps "
+        "ahead, and answers under way go on with new weights when these arrive.",
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Most versions by which a token's weights may be older than those it trains. What would be older is "
+        "generated anew. null: 0 with sync and requeue, else 1.",
+    )
+    watchdog_after: float = Field(
+        900,
+        gt=0,
+        description="Seconds after which a prompt without a complete group is named in the log, with its server.",
+    )
     replay: str | None = Field(
         None, description="Directory of recorded batches (a run's `rollouts/`) to train on instead of generating."
     )

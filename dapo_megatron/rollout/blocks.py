@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dapo_megatron.types import BatchHeader, Bool, Float32, Group, Int32, Sample, TokenBlock
+from dapo_megatron.types import NO_ROUTES, BatchHeader, Bool, Float32, Group, Int16, Int32, Sample, TokenBlock
 
 HEADER_ARRAYS = tuple(f.name for f in fields(BatchHeader) if f.name not in ("step", "stats", "cursor"))
-ADDED_ARRAYS = ("step_responses", "step_places", "step_rewards")
+ADDED_ARRAYS = ("step_responses", "step_places", "step_rewards", "run_responses", "run_versions", "run_lengths")
 """Of a header, which older records lack; they were empty then."""
 Arrays = dict[str, NDArray[Any]]
 
@@ -27,6 +27,7 @@ class BatchTokens:
     prompt_tokens: Int32  # [sum of prompt_lengths]
     response_tokens: Int32  # [sum of response_lengths]
     rollout_log_probs: Float32  # [sum of response_lengths]
+    routes: Int16  # [sum of both lengths over the responses, L, k], or empty
 
 
 def build_batch(
@@ -34,6 +35,7 @@ def build_batch(
 ) -> tuple[BatchHeader, BatchTokens]:
     """Flatten the groups of a batch, in the order given. Responses of one group stand together."""
     samples = [sample for group in groups for sample in group.samples]
+    runs = [version_runs(sample.versions) for sample in samples]
     header = BatchHeader(
         step=step,
         groups=_int32([index for index, group in enumerate(groups) for _ in group.samples]),
@@ -44,12 +46,14 @@ def build_batch(
         rewards=np.array([sample.reward for sample in samples], dtype=np.float32),
         correct=_bool([sample.correct for sample in samples]),
         truncated=_bool([sample.finish_reason == "length" for sample in samples]),
-        versions=_int32([sample.versions for sample in samples]).reshape(len(samples), 2),
         step_responses=np.repeat(
             np.arange(len(samples), dtype=np.int32), [len(sample.steps.places) for sample in samples]
         ),
         step_places=_joined([sample.steps.places for sample in samples], np.int32),
         step_rewards=_joined([sample.steps.rewards for sample in samples], np.float32),
+        run_responses=np.repeat(np.arange(len(samples), dtype=np.int32), [len(lengths) for _, lengths in runs]),
+        run_versions=_joined([versions for versions, _ in runs], np.int32),
+        run_lengths=_joined([lengths for _, lengths in runs], np.int32),
         stats=stats,
         cursor=cursor,
     )
@@ -61,7 +65,18 @@ def _tokens(groups: Sequence[Group], samples: Sequence[Sample]) -> BatchTokens:
         prompt_tokens=_int32([token for group in groups for token in group.prompt.token_ids]),
         response_tokens=_joined([sample.token_ids for sample in samples], np.int32),
         rollout_log_probs=_joined([sample.log_probs for sample in samples], np.float32),
+        routes=_routes([sample.routes for sample in samples]),
     )
+
+
+def version_runs(versions: Int32) -> tuple[Int32, Int32]:
+    """The runs of equal numbers in int32 [n]: the number of each and its length, int32 [V]."""
+    starts = np.flatnonzero(np.diff(versions, prepend=-1))  # no version is negative
+    return versions[starts], np.diff(starts, append=len(versions)).astype(np.int32)
+
+
+def _routes(parts: Sequence[Int16]) -> Int16:
+    return np.concatenate(parts) if parts else NO_ROUTES
 
 
 def select(header: BatchHeader, tokens: BatchTokens, responses: Int32) -> TokenBlock:
@@ -75,6 +90,7 @@ def select(header: BatchHeader, tokens: BatchTokens, responses: Int32) -> TokenB
     groups = header.groups[responses]
     prompts = _spans(header.prompt_lengths, groups)
     answers = _spans(header.response_lengths, responses)
+    sequences = _spans(header.sequence_lengths, responses) if len(tokens.routes) else []
     return TokenBlock(
         responses=responses,
         prompt_lengths=header.prompt_lengths[groups],
@@ -82,6 +98,7 @@ def select(header: BatchHeader, tokens: BatchTokens, responses: Int32) -> TokenB
         prompt_tokens=_joined([tokens.prompt_tokens[span] for span in prompts], np.int32),
         response_tokens=_joined([tokens.response_tokens[span] for span in answers], np.int32),
         rollout_log_probs=_joined([tokens.rollout_log_probs[span] for span in answers], np.float32),
+        routes=_routes([tokens.routes[span] for span in sequences]),
     )
 
 
@@ -114,7 +131,9 @@ def encode_batch(header: BatchHeader, tokens: BatchTokens) -> bytes:
 def decode_batch(data: bytes) -> tuple[BatchHeader, BatchTokens]:
     """The batch that `encode_batch` wrote. Raises ValueError for anything else."""
     arrays = _decode(data)
-    return _header(arrays), BatchTokens(**{f.name: _entry(arrays, f.name) for f in fields(BatchTokens)})
+    header = _header(arrays)
+    arrays.setdefault("routes", NO_ROUTES)  # older records lack it
+    return header, BatchTokens(**{f.name: _entry(arrays, f.name) for f in fields(BatchTokens)})
 
 
 def _header_arrays(header: BatchHeader) -> Arrays:

@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.sync.versions import INITIAL_LABEL, parse_version
 
 # vLLM puts this before the request ids of the route that answers are generated with.
@@ -17,22 +18,6 @@ NO_LOG_PROB = -9999.0
 
 class RequestError(RuntimeError):
     """A request was not answered; the text names server and reason. It may be sent again."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample. Everything else that vLLM knows is sent too, at the value that changes nothing.
-
-    An answer ends with the model's end token (unless `ignore_eos`) or one of `stop_token_ids`, which stays in
-    the answer, or after `max_tokens`. `temperature` 0 is greedy. `seed` makes one request repeatable.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
 
 
 @dataclass(frozen=True)

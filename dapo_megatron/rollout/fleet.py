@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from dapo_megatron.rollout.client import Generated, RequestError, Sampling
+from dapo_megatron.rollout.client import Generated, RequestError
+from dapo_megatron.rollout.requests import Sampling
 
 logger = logging.getLogger(__name__)
 

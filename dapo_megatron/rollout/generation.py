@@ -2,132 +2,15 @@
 
 import asyncio
 import itertools
-import logging
-import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
-
-from dapo_megatron.algorithm.overlong import brevity_bonus, overlong_penalty
-from dapo_megatron.config.algorithm import OverlongConfig
-from dapo_megatron.data.tokenizer import Tokenizer
-from dapo_megatron.rewards import Answer, BadRewardError, Reason, RewardFunction, grade, judge
-from dapo_megatron.rollout.client import Generated, RequestError, Sampling
+from dapo_megatron.rollout.client import RequestError
 from dapo_megatron.rollout.fleet import Fleet
+from dapo_megatron.rollout.grader import Grader
+from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.rollout.sampler import GroupFailedError
-from dapo_megatron.types import NO_STEPS, Prompt, Sample, Steps
-
-SHOWN_FAILURES = 10
-"""Failures of the reward function that are logged one by one in a step."""
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """An answer before its length counts. `outcome` is the reward of the whole; the rest is as in `Sample`."""
-
-    correct: bool
-    outcome: float
-    score: float
-    reason: Reason
-    steps: Steps = NO_STEPS
-
-
-class Grader:
-    """Gives an answer its reward: 1 if it is right and -1 if not (eq. 7), plus what its length adds (eq. 13, brevity).
-
-    `max_tokens` is L_max. Where there is a reward `function`, its number takes the place of 1 and -1, or its process
-    rewards come beside them. An answer for which it fails counts as wrong, and the log says why.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        rule: str,
-        stop: list[str],
-        overlong: OverlongConfig,
-        max_tokens: int,
-        function: RewardFunction | None = None,
-    ):
-        self._tokenizer = tokenizer
-        self._rule = rule
-        self._stop = stop
-        self._overlong = overlong
-        self._max_tokens = max_tokens
-        self._function = function
-        self._failures = 0  # of the function, in this step
-        self._lock = threading.Lock()  # answers are judged in several threads
-
-    def sample(self, answer: Generated, prompt: Prompt) -> Sample:
-        """Judge one answer; in bounded time for any text, as far as it is not for the function. Never raises."""
-        judged = self._judge(answer, prompt)
-        return Sample(
-            token_ids=np.array(answer.token_ids, dtype=np.int32),
-            log_probs=np.array(answer.log_probs, dtype=np.float32),
-            finish_reason=answer.finish_reason,
-            versions=answer.versions,
-            correct=judged.correct,
-            reward=judged.outcome + self._length_reward(len(answer.token_ids), judged.correct),
-            score=judged.score,
-            reason=judged.reason,
-            steps=judged.steps,
-        )
-
-    def end_step(self, step: int) -> None:
-        """Log how often the function failed in a step if not all of it was shown, and start a new count."""
-        with self._lock:
-            failures, self._failures = self._failures, 0
-        if failures > SHOWN_FAILURES:
-            logger.warning("step %d: %d bad rewards, of which %d are shown", step, failures, SHOWN_FAILURES)
-
-    def _judge(self, answer: Generated, prompt: Prompt) -> _Judged:
-        text = self._text(answer)
-        verdict = grade(text, prompt.ground_truth, self._rule)
-        by_rule = 1.0 if verdict.correct else -1.0
-        if self._function is None:
-            return _Judged(verdict.correct, by_rule, float(verdict.correct), verdict.reason)
-        try:
-            rewards = judge(self._function, self._seen(answer, prompt, text, verdict.correct))
-        except BadRewardError as error:
-            self._tell(prompt, error)
-            return _Judged(correct=False, outcome=-1.0, score=0.0, reason="bad_reward")
-        if isinstance(rewards, Steps):
-            return _Judged(verdict.correct, by_rule, float(verdict.correct), verdict.reason, rewards)
-        return _Judged(verdict.correct, rewards, rewards, verdict.reason)
-
-    def _seen(self, answer: Generated, prompt: Prompt, text: str, correct: bool) -> Answer:
-        return Answer(
-            text=text,
-            token_ids=answer.token_ids,
-            token_texts=self._tokenizer.token_texts(answer.token_ids),
-            prompt_token_ids=prompt.token_ids,
-            ground_truth=prompt.ground_truth,
-            data_source=prompt.data_source,
-            correct=correct,
-            finish_reason=answer.finish_reason,
-        )
-
-    def _tell(self, prompt: Prompt, error: BadRewardError) -> None:
-        with self._lock:
-            self._failures += 1
-            number = self._failures
-        if number <= SHOWN_FAILURES:
-            trace = error.__cause__ if number == 1 else None  # one is enough to find the line
-            logger.warning("bad reward of an answer to prompt %d: %s", prompt.id, error, exc_info=trace)
-
-    def _length_reward(self, length: int, correct: bool) -> float:
-        rule = self._overlong
-        penalty = overlong_penalty(length, self._max_tokens, rule.cache_tokens, rule.factor, rule.shift)
-        return float(penalty + brevity_bonus(length, correct, self._max_tokens, rule.brevity))
-
-    def _text(self, answer: Generated) -> str:
-        """The text up to the first stop string: the token that ended the answer may hold more than that string."""
-        text = self._tokenizer.decode(answer.token_ids)
-        ends = [position for string in self._stop if (position := text.find(string)) >= 0]
-        return text[: min(ends, default=len(text))]
+from dapo_megatron.types import Prompt, Sample
 
 
 class GroupGenerator:

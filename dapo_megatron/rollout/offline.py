@@ -144,7 +144,7 @@ def _sample(token_ids: Int32, version: int, *, better: bool) -> Sample:
         token_ids=token_ids,
         log_probs=np.full(len(token_ids), np.nan, np.float32),
         finish_reason="stop",
-        versions=(version, version),
+        versions=np.full(len(token_ids), version, np.int32),
         correct=better,
         reward=1.0 if better else -1.0,
         score=float(better),

@@ -23,6 +23,7 @@ from dapo_megatron.checkpoint import is_megatron
 from dapo_megatron.errors import UserError
 from dapo_megatron.processes import die_with_parent
 from dapo_megatron.rollout.middleware import TOKEN_VARIABLE
+from dapo_megatron.rollout.vllm_api import HEALTH, server_flags
 
 PARENT_VARIABLE = "DAPO_SERVER_PARENT"
 STOP_GRACE = 10.0  # seconds between asking a server to stop and killing it
@@ -51,7 +52,15 @@ class FleetSettings(Protocol):
         """Weights' dtype, by its name. Read-only here, so that a field that allows a few names will do."""
         ...
 
+    @property
+    def mode(self) -> str:
+        """`managed`, `external` or `colocated`."""
+        ...
+
     tensor: int
+    pipeline: int
+    expert_parallel: bool
+    stream_interval: int
     python: str | None
     host: str
     kv_cache_gb: float
@@ -139,7 +148,8 @@ def gpu_slice(visible: str | None, first: int, count: int) -> str:
     if first + count > len(names):
         raise UserError(
             f"a vLLM server needs GPUs {first} to {first + count - 1} of this node, but CUDA_VISIBLE_DEVICES={visible} "
-            f"has {len(names)}, counted from 0: change fleet.first_gpu, fleet.servers, fleet.tensor or --nproc"
+            f"has {len(names)}, counted from 0: change fleet.first_gpu, fleet.servers, fleet.tensor, "
+            "fleet.pipeline or --nproc"
         )
     return ",".join(names[first : first + count])
 
@@ -155,12 +165,14 @@ def start_server(
     log_path: Path,
     token: str,
     first_gpu: int | None = None,
+    routed_experts: bool = False,
 ) -> Server:
     """Starts server number `index` of `model` (a folder) on `port` (None: a free one) and returns at once.
 
     Sequences have at most `max_model_len` tokens. The server samples with `seed` + `index`, so that no two
-    of a fleet repeat each other. Its GPUs are `fleet.tensor` from number `first_gpu` of those that this process sees;
-    None: it sees them all. It dies with the calling process, and also when the calling *thread* ends
+    of a fleet repeat each other. Its GPUs are `fleet.tensor` x `fleet.pipeline` from number `first_gpu` of those that
+    this process sees; None: it sees them all. With `routed_experts` its answers say which experts each token went to.
+    It dies with the calling process, and also when the calling *thread* ends
     (Linux counts that as the parent's death), so call this from a thread that lives as long as the server.
     Raises UserError if vLLM is missing, the port is taken, or there are too few GPUs.
     """
@@ -170,12 +182,18 @@ def start_server(
     else:
         check_port(fleet.host, port)
     arguments = server_arguments(
-        model=model, port=port, fleet=fleet, max_model_len=max_model_len, seed=seed + index, on_cpu=on_cpu
+        model=model,
+        port=port,
+        fleet=fleet,
+        max_model_len=max_model_len,
+        seed=seed + index,
+        on_cpu=on_cpu,
+        routed_experts=routed_experts,
     )
     environment = server_environment(dict(os.environ), fleet=fleet, token=token, on_cpu=on_cpu)
     if first_gpu is not None and not on_cpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = gpu_slice(visible, first_gpu, fleet.tensor)
+        environment["CUDA_VISIBLE_DEVICES"] = gpu_slice(visible, first_gpu, fleet.tensor * fleet.pipeline)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -190,30 +208,39 @@ def start_server(
 
 
 def server_arguments(
-    *, model: str, port: int, fleet: FleetSettings, max_model_len: int, seed: int, on_cpu: bool
+    *,
+    model: str,
+    port: int,
+    fleet: FleetSettings,
+    max_model_len: int,
+    seed: int,
+    on_cpu: bool,
+    routed_experts: bool = False,
 ) -> list[str]:
     """Arguments of vLLM's API server; `fleet.extra_args` come last and win."""
-    arguments = ["--model", model, "--host", fleet.host, "--port", str(port), "--seed", str(seed)]
-    arguments += ["--dtype", fleet.dtype, "--max-model-len", str(max_model_len)]
-    arguments += ["--max-num-seqs", str(fleet.max_num_seqs), "--block-size", str(fleet.block_size)]
-    arguments += ["--tensor-parallel-size", str(fleet.tensor)]
-    # Sampling is what the request says, not what the model's generation_config adds to it, and
-    # log-probs are those of the distribution that was sampled from (after the temperature).
-    arguments += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    # Token ids in and out: no tokenizer is loaded and nothing is detokenised.
-    arguments += ["--tokens-only", "--disable-uvicorn-access-log"]
-    arguments += ["--middleware", "dapo_megatron.rollout.middleware.TokenMiddleware"]
-    arguments += ["--weight-transfer-config", '{"backend": "dapo"}']
-    arguments += ["--worker-extension-cls", "dapo_megatron.sync.receiver.ReceiverExtension"]
-    if is_megatron(model):
-        # vLLM cannot read these weights; the trainer pushes them before anything is generated.
-        arguments += ["--load-format", "dummy"]
-    if on_cpu:
+    flags = server_flags(
+        model=model,
+        host=fleet.host,
+        port=port,
+        seed=seed,
+        dtype=fleet.dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=fleet.max_num_seqs,
+        block_size=fleet.block_size,
+        stream_interval=fleet.stream_interval,
+        tensor=fleet.tensor,
+        pipeline=fleet.pipeline,
+        expert_parallel=fleet.expert_parallel,
+        routed_experts=routed_experts,
+        sleep=fleet.mode == "colocated",
+        # vLLM cannot read Megatron's files; the trainer pushes the weights before anything is generated.
+        dummy_weights=is_megatron(model),
         # Compiling for a CPU takes a minute and gains nothing for a run of minutes.
-        arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(fleet.kv_cache_gb * 2**30))]
-    else:
-        arguments += ["--gpu-memory-utilization", str(fleet.gpu_memory_utilization)]
-    return arguments + list(fleet.extra_args)
+        eager=on_cpu,
+        kv_cache_bytes=int(fleet.kv_cache_gb * 2**30) if on_cpu else None,
+        gpu_memory_utilization=None if on_cpu else fleet.gpu_memory_utilization,
+    )
+    return flags + list(fleet.extra_args)
 
 
 def server_environment(inherited: dict[str, str], *, fleet: FleetSettings, token: str, on_cpu: bool) -> dict[str, str]:
@@ -282,7 +309,7 @@ def _kill_session(leader: int) -> None:
 def _healthy(server: Server) -> bool:
     connection = http.client.HTTPConnection(server.host, server.port, timeout=5)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", HEALTH)
         return connection.getresponse().status == http.HTTPStatus.OK
     except (OSError, http.client.HTTPException):
         return False

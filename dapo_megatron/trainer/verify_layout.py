@@ -171,7 +171,6 @@ def random_rollouts(
         rewards=rewards,
         correct=rewards > 0,
         truncated=np.zeros(count, bool),
-        versions=np.zeros((count, 2), np.int32),
     )
     block = TokenBlock(
         responses=np.arange(count, dtype=np.int32),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dapo_megatron.config.run import Config
 from dapo_megatron.models.table import exact_tensors, hf_shapes
-from dapo_megatron.rollout.client import Generated, Sampling, ServerClient
+from dapo_megatron.rollout.client import Generated, ServerClient
+from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.sync.sender import WeightSender
 from dapo_megatron.trainer import device
 from dapo_megatron.trainer.batching import load_batch
@@ -137,7 +138,6 @@ class WeightSync:
             rewards=np.zeros(count, np.float32),
             correct=np.zeros(count, bool),
             truncated=np.zeros(count, bool),
-            versions=np.zeros((count, 2), np.int32),
         )
         packing = self._policy.packing
         longest = int(packing.padded(np.array([len(prompt) + PROBE_TOKENS], np.int32))[0])

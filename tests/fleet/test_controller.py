@@ -15,11 +15,11 @@ from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.run import Config
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.rollout.client import ServerClient
-from dapo_megatron.rollout.controller import RolloutWork, load_data
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.handle import ControllerError, RemoteRollouts, Replay, StopRun, open_rollouts
 from dapo_megatron.rollout.sampler import Progress
 from dapo_megatron.rollout.service import BudgetExhaustedError
+from dapo_megatron.rollout.work import RolloutWork, load_data
 from tests.fleet.conftest import MAX_MODEL_LEN, RunningServer
 from tests.fleet.tiny import load, log_probs
 from tests.processes import descendants, gone_within

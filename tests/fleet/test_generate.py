@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from dapo_megatron.rollout.client import Generated, RequestError, Sampling, ServerClient
+from dapo_megatron.rollout.client import Generated, RequestError, ServerClient
+from dapo_megatron.rollout.requests import Sampling
 from tests.fleet.conftest import MAX_MODEL_LEN, RunningServer
 from tests.fleet.tiny import END, load, log_probs
 

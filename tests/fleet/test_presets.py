@@ -30,10 +30,10 @@ from dapo_megatron.monitoring.metrics import Record, read_metrics
 from dapo_megatron.rewards.function import load_function
 from dapo_megatron.rollout.blocks import BatchTokens, select
 from dapo_megatron.rollout.client import ServerClient
-from dapo_megatron.rollout.controller import RolloutWork, load_data
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.handle import OnProgress
 from dapo_megatron.rollout.sampler import Progress
+from dapo_megatron.rollout.work import RolloutWork, load_data
 from dapo_megatron.run_state.store import state_dir, state_path
 from dapo_megatron.sync.sender import WeightSender
 from dapo_megatron.sync.server_admin import ServerAdmin

@@ -11,7 +11,8 @@ import httpx
 import yaml
 
 from dapo_megatron.config.fleet import FleetConfig
-from dapo_megatron.rollout.client import Sampling, ServerClient
+from dapo_megatron.rollout.client import ServerClient
+from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.rollout.server import free_port
 from tests.fleet.conftest import START_SECONDS
 from tests.fleet.test_run import sections

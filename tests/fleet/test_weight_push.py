@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from dapo_megatron.rollout.client import Generated, Sampling, ServerClient
+from dapo_megatron.rollout.client import Generated, ServerClient
+from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.sync.group import TransferGroup
 from dapo_megatron.sync.sender import PushReport, WeightSender
 from dapo_megatron.sync.server_admin import ServerAdmin, ServerError

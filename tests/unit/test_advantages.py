@@ -54,7 +54,6 @@ def small_batch(layout: Layout, rewards: list[float], groups: Sequence[int] = (0
         rewards=np.array(rewards, np.float32),
         correct=np.array(rewards) > 0,
         truncated=np.zeros(4, bool),
-        versions=np.zeros((4, 2), np.int32),
     )
     tokens = TokenBlock(
         responses=np.arange(4, dtype=np.int32),

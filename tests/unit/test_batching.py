@@ -50,7 +50,6 @@ def header_of(prompt_lengths: list[int], response_lengths: list[int]) -> BatchHe
         rewards=np.zeros(count, np.float32),
         correct=np.zeros(count, bool),
         truncated=np.zeros(count, bool),
-        versions=np.zeros((count, 2), np.int32),
     )
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.rollout.client import NO_LOG_PROB, Generated, RequestError, Sampling, parse_choice, sampling_params
+from dapo_megatron.rollout.client import NO_LOG_PROB, Generated, RequestError, parse_choice, sampling_params
+from dapo_megatron.rollout.requests import Sampling
 
 
 def choice(**changes: Any) -> dict[str, Any]:

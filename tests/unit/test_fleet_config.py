@@ -20,8 +20,8 @@ def test_external_servers_have_addresses(source: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("values", "rule"),
     [
-        ({"mode": "external"}, "exactly one of `urls` and `urls_file`"),
-        ({"mode": "external", "urls": [URL], "urls_file": "f"}, "exactly one of `urls` and `urls_file`"),
+        ({"mode": "external"}, "exactly one of `urls`, `urls_file` and `hosts`"),
+        ({"mode": "external", "urls": [URL], "urls_file": "f"}, "exactly one of `urls`, `urls_file` and `hosts`"),
         ({"urls": [URL]}, "`urls` is for mode external, not managed"),
         ({"mode": "colocated", "urls_file": "f"}, "`urls_file` is for mode external, not colocated"),
         ({"mode": "slurm"}, "'managed', 'external' or 'colocated'"),

@@ -229,7 +229,7 @@ def header(with_steps: bool) -> BatchHeader:
         steps = Steps(np.array(places, np.int32), np.array(rewards, np.float32))
         tokens = np.zeros(length, np.int32)
         return Sample(
-            tokens, tokens.astype(np.float32), "stop", (0, 0), reward > 0, reward, float(reward > 0), steps=steps
+            tokens, tokens.astype(np.float32), "stop", tokens, reward > 0, reward, float(reward > 0), steps=steps
         )
 
     prompts = [Prompt(id=i, token_ids=(1,), ground_truth="") for i in range(2)]

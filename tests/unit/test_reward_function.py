@@ -24,11 +24,12 @@ from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError
 from dapo_megatron.rewards import Answer, BadRewardError, judge
 from dapo_megatron.rewards.function import check_function, load_function
-from dapo_megatron.rollout.client import Generated, Sampling
-from dapo_megatron.rollout.controller import Data, RolloutWork
+from dapo_megatron.rollout.client import Generated
 from dapo_megatron.rollout.fleet import Fleet
-from dapo_megatron.rollout.generation import Grader
+from dapo_megatron.rollout.grader import Grader
+from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.rollout.sampler import Progress
+from dapo_megatron.rollout.work import Data, RolloutWork
 from dapo_megatron.types import Prompt, Sample, Steps
 
 ANSWER = Answer("46", (1, 2, 3), ("4", "6", "\n"), (7, 8), "46", "sums", correct=True, finish_reason="stop")

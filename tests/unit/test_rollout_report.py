@@ -16,12 +16,12 @@ from dapo_megatron.data.prompts import Prompts
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.models.flops import forward_flops
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.rollout.controller import Data, RolloutWork
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.report import MAX_PROMPT_CHARACTERS, GroupReport, cost_stats, read_groups
 from dapo_megatron.rollout.sampler import Progress
 from dapo_megatron.rollout.service import BudgetExhaustedError
 from dapo_megatron.rollout.statistics import COMPLETE, OUTCOMES, Draw, Outcome, batch_stats
+from dapo_megatron.rollout.work import Data, RolloutWork
 from dapo_megatron.types import Prompt, Sample
 from tests.unit.config_helpers import write_config, write_model
 from tests.unit.test_generation import ScriptedClient, reply
@@ -32,7 +32,7 @@ def answer(correct: bool, length: int, reason: str = "", finish_reason: str = "s
         token_ids=np.arange(length, dtype=np.int32),
         log_probs=np.zeros(length, np.float32),
         finish_reason=finish_reason,
-        versions=(0, 0),
+        versions=np.zeros(length, np.int32),
         correct=correct,
         reward=1.0 if correct else -1.0,
         score=float(correct),

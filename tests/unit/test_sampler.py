@@ -23,7 +23,7 @@ def answer(correct: bool, length: int = 3) -> Sample:
         token_ids=np.arange(length, dtype=np.int32),
         log_probs=np.zeros(length, np.float32),
         finish_reason="stop",
-        versions=(0, 0),
+        versions=np.zeros(length, np.int32),
         correct=correct,
         reward=1.0 if correct else -1.0,
         score=float(correct),

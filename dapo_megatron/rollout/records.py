@@ -1,0 +1,36 @@
+"""What happened to every prompt, answer, server and push, in the order in which it happened: append-only lines of JSON.
+
+Reading them proves that nothing was lost, trained twice or trained under weights that it was not sampled with.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+RECORDS = "events.jsonl"
+
+
+class Records:
+    """Appends to `events.jsonl` in `folder`. Each line is a record: its `kind`, and what belongs to the kind."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / RECORDS
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab", buffering=0)  # a line is one write: readers never see half of one
+
+    def add(self, kind: str, **members: Any) -> None:
+        """Append one record."""
+        self._file.write(orjson.dumps({"kind": kind, **members}, option=orjson.OPT_APPEND_NEWLINE))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_records(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """All records in `folder`; a last line that a crash cut off is left out."""
+    for line in (Path(folder) / RECORDS).read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield orjson.loads(line)
