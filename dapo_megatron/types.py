@@ -47,9 +47,9 @@ class Sample:
     the verdict of the answer rule.
     `reward` is that of the whole answer, length terms included. `score` is what dynamic sampling compares within a
     group: 1 or 0 by the rule, or the number that the reward function gave. `reason` is the verdict in a word
-    (`dapo_megatron.rewards.Grade.reason`). `steps` are rewards beside `reward`. `routes` are the k experts that each token
-    of prompt and answer went to in each of the L layers with experts, -1 where the engine does not know; empty where it
-    was not asked.
+    (`dapo_megatron.rewards.Grade.reason`). `steps` are rewards beside `reward`. `routes` are the k experts that each
+    token of prompt and answer went to in each of the L layers with experts, -1 where the engine does not know; empty
+    where it was not asked.
     """
 
     token_ids: Int32  # [n]

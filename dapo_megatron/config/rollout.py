@@ -95,8 +95,8 @@ class RolloutConfig(Section):
     )
     partial_rollouts: Literal["requeue", "resume"] = Field(
         "requeue",
-        description="What becomes of answers that a step began and did not need: their prompts are drawn again, and the "
-        "answers begin anew (requeue) or go on where they were (resume; they hold tokens of older weights then).",
+        description="What becomes of answers that a step began and did not need: their prompts are drawn again, and "
+        "the answers begin anew (requeue) or go on where they were (resume; they hold tokens of older weights then).",
     )
     pipeline: Literal["sync", "one_step_off", "async"] = Field(
         "sync",
@@ -107,8 +107,8 @@ class RolloutConfig(Section):
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="Most versions by which a token's weights may be older than those it trains. What would be older is "
-        "generated anew. null: 0 with sync and requeue, else 1.",
+        description="Most versions by which a token's weights may be older than those it trains. What would be older "
+        "is generated anew. null: 0 with sync and requeue, else 1.",
     )
     watchdog_after: float = Field(
         900,

@@ -108,7 +108,7 @@ class TrainingConfig(Section):
     router_replay: Literal["off", "R2", "R3"] = Field(
         "off",
         description="Which experts tokens go to in the update. off: those the router chooses. R2: those it chose when "
-        "the old log-probs were computed. R3: those the servers chose when they generated the answer, in that pass too.",
+        "the old log-probs were computed. R3: those the servers chose when they generated the answer, there too.",
     )
     log_prob_chunk: int = Field(
         1024, ge=1, description="Tokens whose logits exist at the same time when log-probs are computed."

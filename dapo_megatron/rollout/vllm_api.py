@@ -9,7 +9,7 @@ import binascii
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from urllib.parse import urlencode
 
 # Minor versions whose recorded replies the contract tests read.
@@ -53,20 +53,38 @@ class ReplyError(ValueError):
     """A reply that is not what vLLM sends, or that reports an error; the text says what is wrong with it."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample. Everything else that vLLM knows is sent too, at the value that changes nothing.
+class SamplingSettings(Protocol):
+    """The fields of `rollout.requests.Sampling`, which this module cannot import."""
 
-    An answer ends with the model's end token (unless `ignore_eos`) or one of `stop_token_ids`, which stays in
-    the answer, or after `max_tokens`. `temperature` 0 is greedy. `seed` makes one request repeatable.
-    """
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of the whole answer."""
+        ...
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
+    @property
+    def temperature(self) -> float:
+        """0 is greedy."""
+        ...
+
+    @property
+    def top_p(self) -> float:
+        """1 keeps all tokens."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer and stay in it, beside the model's end token."""
+        ...
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether the model's end token is a token like others."""
+        ...
+
+    @property
+    def seed(self) -> int | None:
+        """Makes one request repeatable."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,7 @@ class Chunk:
 
 def generate_body(
     prompt_ids: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingSettings,
     request_id: str,
     *,
     received: Sequence[int] = (),
@@ -115,7 +133,7 @@ def generate_body(
     }
 
 
-def _sampling_params(sampling: Sampling, max_tokens: int, received: int) -> dict[str, Any]:
+def _sampling_params(sampling: SamplingSettings, max_tokens: int, received: int) -> dict[str, Any]:
     """vLLM's sampling parameters, every one of them spelled out: a default may come from the model's folder."""
     return {
         "n": 1,
