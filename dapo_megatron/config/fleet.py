@@ -97,8 +97,8 @@ class FleetConfig(Section):
     on_push: Literal["keep", "abort"] = Field(
         "abort",
         description="What happens to answers under way when weights are pushed (rollout.pipeline=async). keep: they "
-        "are paused, and go on with the keys and values of the old weights. abort: they are ended and continued, so that "
-        "keys and values are computed again.",
+        "are paused, and go on with the keys and values of the old weights. abort: they are ended and continued, so "
+        "that keys and values are computed again.",
     )
     probe_every: int | None = Field(
         None,
