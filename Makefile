@@ -1,4 +1,4 @@
-# make setup | quickstart | ablation | journey | test | lint | docs | model | clean
+# make setup | quickstart | ablation | staleness | journey | test | chaos | lint | docs | model | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
@@ -20,14 +20,16 @@ MODEL := models/SmolLM2-135M
 REQUIREMENTS := requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 STAMP = $(VENV)/installed-$(shell cat $(REQUIREMENTS) | sha256sum | cut -c1-16)
 
-.PHONY: help setup model quickstart ablation journey test unit distributed fleet lint docs clean
+.PHONY: help setup model quickstart ablation staleness journey test unit distributed fleet chaos lint docs clean
 
 help:
 	@echo "make setup         environment in $(VENV): CPU versions of everything (2.4 GB; about a minute on an idle machine)"
 	@echo "make quickstart    train SmolLM2-135M to add two-digit numbers; NPROC=2 for two ranks, STEPS=n to change the length"
 	@echo "make ablation      what each part of DAPO does, 70 runs of a tiny model; SEEDS=n, JOBS=n, ARMS=a,b to run less"
+	@echo "make staleness     are answers of older weights as good: 25 runs of the same model; SEEDS=n, JOBS=n, ARMS=a,b"
 	@echo "make journey       one model through every format: convert, train, reshard, train, export, compare"
 	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
+	@echo "make chaos         runs whose servers are killed and frozen, at three layouts of the trainer (10 minutes)"
 	@echo "make lint          ruff, mypy, shellcheck and hadolint"
 	@echo "make docs          docs/configuration.md from the config models"
 	@echo "make clean         remove the environment, models, runs and caches"
@@ -65,6 +67,11 @@ ablation: setup
 	@$(BIN)/python -m examples.ablation.make_model models/chain-sum-tiny
 	$(BIN)/python -m examples.ablation.run --seeds $(SEEDS) --jobs $(JOBS) $(if $(ARMS),--arms $(ARMS))
 
+# Goes on where it was stopped.
+staleness: setup
+	@$(BIN)/python -m examples.ablation.make_model models/chain-sum-tiny
+	$(BIN)/python -m examples.staleness.run --seeds $(SEEDS) --jobs $(JOBS) $(if $(ARMS),--arms $(ARMS))
+
 # Hugging Face -> Megatron -> training -> another layout -> training -> Hugging Face -> transformers and vLLM.
 journey: model
 	examples/checkpoints/journey.sh $(MODEL) runs/journey
@@ -73,7 +80,8 @@ test: unit distributed fleet
 
 # Unit tests share nothing: two files at a time. The others start processes of their own, one test after another.
 unit: PYTEST_ARGS = -n 2 --dist loadfile
-unit distributed fleet: setup
+chaos: PYTEST_ARGS = --capture=no
+unit distributed fleet chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/$@
 
 lint: setup

@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_plan(commands)
     _add_serve(commands)
+    _add_fleet(commands)
     _add_verify(commands)
     add_commands(commands)
     quantize_command.add_command(commands)
@@ -84,12 +86,33 @@ def _add_train(commands: Commands) -> None:
     train.add_argument(
         "--nnodes", type=_positive, default=1, metavar="N", help="with --dry-run: nodes (launch/train.sh starts them)"
     )
-    train.add_argument(
+    _add_hf_config(train, "with --dry-run, where")
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        "print what a run would do",
+        "Check a run and print its plan, as `train --dry-run`, or how weights would travel to its servers; start "
+        "nothing.",
+    )
+    parser.set_defaults(command=_plan)
+    parser.add_argument("--sync", action="store_true", help="which bytes go from which rank to which server's worker")
+    parser.add_argument(
+        "--nproc", type=_positive, default=1, metavar="N", help="trainer ranks on each node (default 1)"
+    )
+    parser.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="nodes (default 1)")
+    _add_hf_config(parser, "where")
+
+
+def _add_hf_config(parser: argparse.ArgumentParser, when: str) -> None:
+    parser.add_argument(
         "--hf-config",
         type=Path,
         metavar="FILE",
-        help="with --dry-run, where model.path is not on this machine: config.json with the model's dimensions "
-        "(default: the one beside CONFIG)",
+        help=f"{when} model.path is not on this machine: config.json with the model's dimensions (default: the one "
+        "beside CONFIG)",
     )
 
 
@@ -104,6 +127,20 @@ def _add_serve(commands: Commands) -> None:
     serve.add_argument("--host", help="address to listen on, in place of fleet.host")
     serve.add_argument("--port", type=_positive, help="port to listen on, in place of fleet.port + I")
     serve.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="holds the token (default: the variable fleet.token_env)"
+    )
+
+
+def _add_fleet(commands: Commands) -> None:
+    fleet = commands.add_parser(
+        "fleet",
+        help="show what servers do",
+        description="Ask vLLM servers what they are and what they do. Exit code 1 if one is not healthy.",
+    )
+    fleet.set_defaults(command=_fleet)
+    fleet.add_argument("urls", nargs="*", metavar="URL", help="such as http://10.0.0.7:8000")
+    fleet.add_argument("--config", metavar="CONFIG", help="the servers that its `fleet` section names, instead of URLs")
+    fleet.add_argument(
         "--token-file", type=Path, metavar="FILE", help="holds the token (default: the variable fleet.token_env)"
     )
 
@@ -161,11 +198,28 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    if not options.sync:
+        _dry_run(config, options)
+        return 0
+    from dapo_megatron.planning.sync import print_sync
+
+    print_sync(config, options.nproc * options.nnodes, _hf_config(options))
+    return 0
+
+
 def _dry_run(config: Config, options: argparse.Namespace) -> None:
     from dapo_megatron.planning.dry_run import dry_run
 
+    dry_run(config, options.nproc, options.nnodes, _hf_config(options))
+
+
+def _hf_config(options: argparse.Namespace) -> Path | None:
+    """The config.json that was named, or that lies beside CONFIG."""
     beside = Path(options.config).with_name("config.json")
-    dry_run(config, options.nproc, options.nnodes, options.hf_config or (beside if beside.is_file() else None))
+    named: Path | None = options.hf_config
+    return named or (beside if beside.is_file() else None)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -175,6 +229,12 @@ def _serve(options: argparse.Namespace) -> int:
     if options.host is not None:
         config.fleet.host = options.host
     return serve(config, options.index, read_token(options.token_file, config.fleet.token_env), options.port)
+
+
+def _fleet(options: argparse.Namespace) -> int:
+    from dapo_megatron.rollout.fleet_table import show_fleet
+
+    return show_fleet(options)
 
 
 def _verify_layout(options: argparse.Namespace) -> int:

@@ -11,28 +11,44 @@ from pathlib import Path
 
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
+from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.rollout.server import Server, log_tail, start_server, stop_server, wait_until_healthy
+from dapo_megatron.sync.fp8_plan import quantization_config
 
 LOG_LINES = 15
 
 
-def start(config: Config, index: int, token: str, *, port: int | None = None, first_gpu: int | None = None) -> Server:
+def start(
+    config: Config,
+    index: int,
+    token: str,
+    *,
+    port: int | None = None,
+    first_gpu: int | None = None,
+    restarts: int = 0,
+) -> Server:
     """Start server number `index` of the fleet of `config`; `start_server` says the rest.
 
-    `port` replaces `fleet.port` + `index`.
+    `port` replaces `fleet.port` + `index`. One that was started `restarts` times before has a log of its own, samples
+    other answers, and gets its weights from the trainer.
     """
     if port is None and config.fleet.port is not None:
         port = config.fleet.port + index
+    fp8 = config.fleet.weight_format == "fp8_block"
+    name = f"server_{index}.restart_{restarts}" if restarts else f"server_{index}"
     return start_server(
         model=config.model.path,
         index=index,
         port=port,
         fleet=config.fleet,
         max_model_len=config.longest_sequence,
-        seed=config.run.seed,
-        log_path=Path(config.run.dir) / "logs" / f"server_{index}.log",
+        seed=config.run.seed + restarts * config.fleet.servers,
+        log_path=Path(config.run.dir) / "logs" / f"{name}.log",
         token=token,
         first_gpu=first_gpu,
+        routed_experts=config.training.router_replay == "R3",
+        dummy_weights=restarts > 0 or fp8,  # the model's folder has no weights in FP8
+        hf_overrides=quantization_config(architecture_of(config.model.path)) if fp8 else None,
     )
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -33,13 +34,14 @@ def train(config: Config, layout: parallel.Layout) -> None:
         learner = Learner(config, layout)  # while the servers start
         state = load_latest(config, learner.policy, learner.critic)
         with Monitor(config, config.run.dir, enabled=layout.rank == 0, start_step=state.step) as monitor:
-            feed = Feed(rollouts, config, learner.policy, monitor.progress)
-            with WeightSync(config, learner.policy, feed.servers()) as weights:
+            rollouts.wait_ready(partial(monitor.progress, "start"))
+            with WeightSync(config, learner.policy, rollouts, learner.models) as weights:
+                feed = Feed(rollouts, weights.admit, config, learner.policy, monitor.progress)
                 weights.verify(state.version)
                 if state.step == 0:
-                    evaluate(feed, monitor, "before")
+                    evaluate(feed, state, monitor, "before")
                 run(config, learner, feed, weights, state, monitor)
-                evaluate(feed, monitor, "after")
+                evaluate(feed, state, monitor, "after")
             monitor.summary()
 
 
@@ -48,7 +50,7 @@ def run(config: Config, learner: Learner, feed: Feed, weights: WeightSync, state
     every = config.evaluation.every
     while state.step < config.run.steps and step(learner, feed, weights, state, monitor):
         if every and state.step % every == 0 and state.step < config.run.steps:
-            evaluate(feed, monitor, f"step_{state.step}")
+            evaluate(feed, state, monitor, f"step_{state.step}")
     with monitor.phase("save"):
         state.save()
         if config.run.export:
@@ -58,13 +60,14 @@ def run(config: Config, learner: Learner, feed: Feed, weights: WeightSync, state
 def step(learner: Learner, feed: Feed, weights: WeightSync, state: RunState, monitor: Monitor) -> bool:
     """One step of Algorithm 1 (arXiv 2503.14476). False where the run ends here by its own rule."""
     with monitor.phase("rollout"):
-        batch = feed.next_batch(state.step + 1, state.version)  # dynamic sampling until N mixed groups
+        batch = feed.next_batch(state.step + 1, state.version)  # dynamic sampling until N mixed groups; looks ahead
     if isinstance(batch, StopRun):
         monitor.note(f"the run ends here: {batch.reason}")
         return False
     header, signal = batch.header, Metrics()
     updates: list[Metrics] = []
     if header.num_responses:
+        weights.begin_training()  # servers on the same GPUs sleep until the push
         with monitor.phase("old_log_probs"):
             signal = learner.prepare(batch)  # log-probs under pi_old, then advantages
         learner.start_step()
@@ -81,10 +84,10 @@ def step(learner: Learner, feed: Feed, weights: WeightSync, state: RunState, mon
     return True
 
 
-def evaluate(feed: Feed, monitor: Monitor, name: str) -> None:
-    """Accuracy on the held-out prompts, where there are any. Rank 0 alone asks; the others go on."""
+def evaluate(feed: Feed, state: RunState, monitor: Monitor, name: str) -> None:
+    """Accuracy on the held-out prompts, where there are any. Answers of later steps may be under way."""
     with monitor.phase("evaluation"):
-        result = feed.evaluate(name)
+        result = feed.evaluate(name, state.version)
     if result is not None:
         monitor.evaluation(name, result)
 

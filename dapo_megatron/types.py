@@ -81,7 +81,8 @@ class BatchHeader:
     rewards of all responses, S in all: `step_responses` as indices into the [R] arrays, ascending, `step_places` the
     place of the step's last token in its response, from 0. The `run_` arrays hold the weight versions of the tokens: V
     runs of tokens that were sampled with the same weights, in the order of the responses, then of the tokens.
-    `stats` are the rollout's metrics; `cursor` is the sampler's state after this batch, for the run state.
+    `oldest_in_loss` is the trainer's: tokens of older weights than this version are in no loss, as if they stood in the
+    prompt. `stats` are the rollout's metrics; `cursor` is the sampler's state after this batch, for the run state.
     """
 
     step: int
@@ -99,6 +100,7 @@ class BatchHeader:
     run_responses: Int32 = field(default_factory=lambda: NO_STEPS.places)  # [V] ascending
     run_versions: Int32 = field(default_factory=lambda: NO_STEPS.places)  # [V]
     run_lengths: Int32 = field(default_factory=lambda: NO_STEPS.places)  # [V] at least 1
+    oldest_in_loss: int = 0
     stats: dict[str, float] = field(default_factory=dict)
     cursor: dict[str, Any] = field(default_factory=dict)
 
@@ -114,6 +116,15 @@ class BatchHeader:
         versions[self.run_responses, 1] = self.run_versions  # the last of several assignments stays
         versions[self.run_responses[::-1], 0] = self.run_versions[::-1]
         return versions
+
+    @property
+    def lengths_out_of_loss(self) -> Int32:
+        """Tokens at the start of each response that are older than `oldest_in_loss`, int32 [R].
+
+        They are its first ones because versions never fall within a response.
+        """
+        old = np.where(self.run_versions < self.oldest_in_loss, self.run_lengths, 0)
+        return np.bincount(self.run_responses, old, minlength=self.num_responses).astype(np.int32)
 
     @property
     def sequence_lengths(self) -> Int32:

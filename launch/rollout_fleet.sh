@@ -3,12 +3,19 @@
 #
 #   launch/rollout_fleet.sh CONFIG [KEY=VALUE ...]
 #
-# Run it on every node of the fleet. The trainer finds the servers through URLS_FILE (fleet.urls_file).
+# Run it on every node of the fleet. The trainer finds the servers through URLS_FILE (fleet.urls_file), which it reads
+# again during the run: nodes that start later join, and those that stop leave. With Slurm:
+#
+#   srun --nodes=4 --ntasks-per-node=1 bash -c 'SERVER_HOST=$(hostname -i) FIRST_INDEX=$((SLURM_PROCID * 8)) \
+#       launch/rollout_fleet.sh CONFIG'
+#
+# Where every node has its servers from the first port on, the list of nodes will do instead of a file:
+# fleet.hosts=$SLURM_JOB_NODELIST fleet.servers_per_host=8.
 #
 # From the environment:
 #   TOKEN_FILE   file with the token that opens the servers; made, readable by you alone, where it does not exist
 #   URLS_FILE    file that gets a line with the URL of each healthy server; nodes may share it
-#   SERVERS      servers on this node     (default: its GPUs / fleet.tensor, or 1 without any)
+#   SERVERS      servers on this node     (default: its GPUs / (fleet.tensor x fleet.pipeline), or 1 without any)
 #   FIRST_INDEX  number of the first one in the whole fleet; must differ between nodes   (default: 0)
 #   SERVER_HOST  private address of this node that the trainer reaches                   (default: fleet.host)
 #   PORT         port of the first server; the next ones count up                        (default: 8000)
@@ -44,10 +51,10 @@ try:
     fleet = load_config(sys.argv[1], sys.argv[2:]).fleet
 except UserError as error:
     sys.exit(f"launch/rollout_fleet.sh: {error}")
-print(fleet.tensor, fleet.host)
+print(fleet.world_size, fleet.host)
 PY
 ) || exit 2
-read -r tensor configured_host <<<"$settings"
+read -r workers configured_host <<<"$settings"
 : "${SERVER_HOST:=$configured_host}"
 : "${PORT:=8000}"
 : "${FIRST_INDEX:=0}"
@@ -58,13 +65,13 @@ if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
 else
     mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null || true)
 fi
-: "${SERVERS:=$((${#gpus[@]} > 0 ? ${#gpus[@]} / tensor : 1))}"
+: "${SERVERS:=$((${#gpus[@]} > 0 ? ${#gpus[@]} / workers : 1))}"
 for name in SERVERS PORT; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name} must be a positive number"
 done
 [[ $FIRST_INDEX =~ ^[0-9]+$ ]] || refuse "FIRST_INDEX=$FIRST_INDEX must be a number"
-((${#gpus[@]} == 0 || SERVERS * tensor <= ${#gpus[@]})) ||
-    refuse "$SERVERS servers x fleet.tensor $tensor need more than the ${#gpus[@]} GPUs of this node"
+((${#gpus[@]} == 0 || SERVERS * workers <= ${#gpus[@]})) ||
+    refuse "$SERVERS servers of fleet.tensor x fleet.pipeline = $workers GPUs need more than the ${#gpus[@]} GPUs of this node"
 
 if [[ ! -s $TOKEN_FILE ]]; then
     (umask 077 && "$PYTHON" -c 'import secrets; print(secrets.token_hex(32))' >"$TOKEN_FILE")
@@ -99,7 +106,7 @@ trap 'exit 0' TERM INT
 
 for ((i = 0; i < SERVERS; i++)); do
     if ((${#gpus[@]} > 0)); then
-        slice=("${gpus[@]:i*tensor:tensor}")
+        slice=("${gpus[@]:i*workers:workers}")
         CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${slice[*]}")
         export CUDA_VISIBLE_DEVICES
     fi

@@ -1,5 +1,6 @@
 """Random rollout batches and the config around them, for tests of the trainer."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dapo_megatron.trainer.verify_layout import random_batch as load_batch
 from dapo_megatron.trainer.verify_layout import random_rollouts
 from dapo_megatron.types import BatchHeader, TokenBlock
 
-__all__ = ["load_batch", "make_batch", "make_config", "rows_of"]
+__all__ = ["load_batch", "make_batch", "make_config", "partly_old", "rows_of"]
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 24, 12
 
@@ -41,6 +42,18 @@ def make_batch(vocab: int, groups: int = 4, samples: int = 4, seed: int = 0) -> 
     """The whole batch of which `load_batch` takes a rank's share, for a model with `vocab` tokens."""
     return random_rollouts(
         vocab, groups=groups, samples=samples, max_prompt_tokens=PROMPT_TOKENS, max_tokens=RESPONSE_TOKENS, seed=seed
+    )
+
+
+def partly_old(header: BatchHeader, old: NDArray[Any]) -> BatchHeader:
+    """The header when the first `old` tokens of each response, integer [R], are of version 0, the others of 1."""
+    lengths = np.stack([old, header.response_lengths - old], 1).astype(np.int32).ravel()
+    there = lengths > 0
+    return replace(
+        header,
+        run_responses=np.repeat(np.arange(len(old), dtype=np.int32), 2)[there],
+        run_versions=np.tile(np.array([0, 1], np.int32), len(old))[there],
+        run_lengths=lengths[there],
     )
 
 

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,8 +26,8 @@ from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.evaluation.statistics import accuracy_interval
 from dapo_megatron.rollout.blocks import build_batch as flatten
 from dapo_megatron.rollout.blocks import select
-from dapo_megatron.rollout.client import Generated
 from dapo_megatron.rollout.grader import Grader
+from dapo_megatron.rollout.requests import Generated
 from dapo_megatron.trainer import parallel
 from dapo_megatron.trainer.batching import load_batch
 from dapo_megatron.trainer.policy import Policy
@@ -91,8 +92,9 @@ def answer(model: PreTrainedModel, prompts: Sequence[Prompt], tokenizer: Tokeniz
             )
             for prompt, row in zip(part, output[:, length:].tolist(), strict=True):
                 end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-                reason = "stop" if row[end - 1] in ends else "length"
-                generated = Generated(tuple(row[:end]), (0.0,) * end, reason, (0, 0))
+                reason: Literal["stop", "length"] = "stop" if row[end - 1] in ends else "length"
+                zeros = np.zeros(end, np.int32)
+                generated = Generated(np.array(row[:end], np.int32), zeros.astype(np.float32), zeros, reason)
                 groups.append(Group(len(groups), prompt, (grader.sample(generated, prompt),)))
     return groups
 

@@ -102,7 +102,7 @@ async def with_vllm(folder: Path, prompts: list[list[int]], count: int) -> list[
                 answers = [await client.generate(prompt, sampling, f"greedy-{i}") for i, prompt in enumerate(prompts)]
         finally:
             stop_server(server)
-    return [list(answer.token_ids) for answer in answers]
+    return [answer.token_ids.tolist() for answer in answers]
 
 
 @torch.no_grad()

@@ -28,16 +28,15 @@ from dapo_megatron.checkpoint import INDEX, SINGLE, is_megatron
 from dapo_megatron.checkpoint.convert import megatron_to_hf
 from dapo_megatron.checkpoint.hf import HFReader, copy_without_weights
 from dapo_megatron.checkpoint.journal import make_way
-from dapo_megatron.checkpoint.quantize_formats import FORMATS
+from dapo_megatron.checkpoint.quantize_formats import E4M3_MAX, FORMATS, fused_group
 from dapo_megatron.checkpoint.quantize_plan import (
     Plan,
     check_ignored,
-    fused_group,
     make_plan,
     modelopt_config,
     quantized_modules,
 )
-from dapo_megatron.checkpoint.quantize_read import E4M3_MAX, LayerReport, read_back, rounded_inputs
+from dapo_megatron.checkpoint.quantize_read import LayerReport, read_back, rounded_inputs
 from dapo_megatron.checkpoint.quantize_report import QuantizeReport, compare, next_token_log_probs
 from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.data.prompts import content_of, load_table

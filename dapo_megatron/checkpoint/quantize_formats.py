@@ -1,4 +1,4 @@
-"""The formats of quantised weights. No torch: the command line lists them."""
+"""The formats of quantised weights, and what vLLM makes of layers. No torch: the command line lists them."""
 
 from dataclasses import dataclass
 
@@ -34,3 +34,25 @@ FORMATS = {
     ),
     "nvfp4": Format("NVFP4_DEFAULT_CFG", "NVFP4", input_multiple=16),
 }
+
+E4M3_MAX = 448.0
+FP8_BLOCK = 128  # rows and columns of a matrix that share a scale
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""What vLLM makes of several layers of one parent: they must be quantised together."""
+
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Names of the modules beside `experts` that choose among them."""
+
+
+def fused_group(path: str) -> tuple[str, tuple[str, ...]]:
+    """Name of the layer that vLLM makes of this one and the paths it is made of: `path` alone where none is fused."""
+    parent, _, name = path.rpartition(".")
+    for fused, parts in FUSED.items():
+        if name in parts:
+            return f"{parent}.{fused}", tuple(f"{parent}.{part}" for part in parts)
+    return path, (path,)

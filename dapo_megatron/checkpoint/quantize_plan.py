@@ -8,18 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from dapo_megatron.checkpoint.quantize_formats import Format
+from dapo_megatron.checkpoint.quantize_formats import ROUTERS, Format, fused_group
 from dapo_megatron.errors import UserError
-
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-"""What vLLM makes of several layers of one parent: they must be quantised together."""
-
-ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Names of the modules beside `experts` that choose among them."""
 
 HEAD, EMBEDDING, ROUTER = "output head", "embedding", "router of experts"
 
@@ -131,15 +121,6 @@ def quantized_modules(model: nn.Module) -> Iterator[str]:
                 path, _, quantizer = path.rpartition(".")
             if quantizer in {"weight_quantizer", "down_proj_weight_quantizers"}:
                 yield path
-
-
-def fused_group(path: str) -> tuple[str, tuple[str, ...]]:
-    """Name of the layer that vLLM makes of this one and the paths it is made of: `path` alone where none is fused."""
-    parent, _, name = path.rpartition(".")
-    for fused, parts in FUSED.items():
-        if name in parts:
-            return f"{parent}.{fused}", tuple(f"{parent}.{part}" for part in parts)
-    return path, (path,)
 
 
 def check_ignored(quantized: Iterable[str], ignored: Sequence[str]) -> None:

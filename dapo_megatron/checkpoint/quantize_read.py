@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dapo_megatron.checkpoint.hf import HFReader
-from dapo_megatron.checkpoint.quantize_formats import Format
+from dapo_megatron.checkpoint.quantize_formats import E4M3_MAX, FP8_BLOCK, Format
 from dapo_megatron.checkpoint.quantize_plan import Plan
 from dapo_megatron.errors import UserError
 
-E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # the least positive number; scales of NVFP4's blocks are no smaller
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _EVEN = 1 - 2.0**-24  # a tie goes to the neighbour with the even last bit: at these bounds, the upper one
 _E2M1_BOUNDS = torch.tensor([0.25, 0.75 * _EVEN, 1.25, 1.75 * _EVEN, 2.5, 3.5 * _EVEN, 5.0])
 NVFP4_BLOCK = 16
-FP8_BLOCK = 128
 
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 

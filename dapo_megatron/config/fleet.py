@@ -1,11 +1,21 @@
 """The vLLM servers that generate answers."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from dapo_megatron.config.base import Section
+from dapo_megatron.errors import UserError
+
+LONGEST_PUSH = 540
+"""Seconds: less than the 10 minutes that a collective of the trainer may take (trainer/parallel.py)."""
+
+FIRST_PORT = 8000
+"""Port of a host's first server where `port` does not name another; launch/rollout_fleet.sh begins there too."""
 
 
 class FleetConfig(Section):
@@ -58,7 +68,11 @@ class FleetConfig(Section):
     )
     host: str = Field("127.0.0.1", description="Address the servers bind to: loopback or a private address.")
     port: int | None = Field(
-        None, ge=1, le=65535, description="Port of the first server; the next ones count up. null: free ports."
+        None,
+        ge=1,
+        le=65535,
+        description="Port of the first server (with `hosts`: of each host); the next ones count up. null: free ports, "
+        "with `hosts` from 8000 on.",
     )
     kv_cache_gb: float = Field(0.25, gt=0, description="KV cache of each server on a CPU, in GiB.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory each server may use.")
@@ -106,7 +120,9 @@ class FleetConfig(Section):
         description="Compare the servers' log-probs with the trainer's after every this many pushes, too. null: when a "
         "server is started or comes back.",
     )
-    push_timeout: float = Field(600, gt=0, description="Deadline of one weight push, in seconds.")
+    push_timeout: float = Field(
+        300, gt=0, description=f"Deadline of one weight push, in seconds; at most {LONGEST_PUSH}."
+    )
     delta_push: bool = Field(
         False,
         description="Send only the values that changed since the last push, where that is less. The servers keep a "
@@ -121,23 +137,104 @@ class FleetConfig(Section):
     extra_args: list[str] = Field(default_factory=list, description="More arguments for vLLM's API server.")
 
     @model_validator(mode="after")
-    def _urls_belong_to_external_servers(self) -> "FleetConfig":
+    def _settings_fit_the_mode(self) -> "FleetConfig":
         sources = [name for name in ("urls", "urls_file", "hosts") if getattr(self, name)]
         if self.mode == "external" and len(sources) != 1:
             raise ValueError("mode is external: give exactly one of `urls`, `urls_file` and `hosts`")
         if self.mode != "external" and sources:
             raise ValueError(f"`{sources[0]}` is for mode external, not {self.mode}")
+        if self.servers_per_host > 1 and not self.hosts:
+            raise ValueError("`servers_per_host` goes with `hosts`")
+        if self.mode == "colocated" and self.delta_push:
+            raise ValueError("`delta_push` saves nothing with mode colocated, where weights do not leave their GPU")
+        if self.weight_format == "fp8_block" and self.dtype == "float32":
+            raise ValueError("weight_format fp8_block needs `dtype` bfloat16 or float16: what its kernels compute with")
+        if self.push_timeout > LONGEST_PUSH:
+            raise ValueError(
+                f"`push_timeout` must be at most {LONGEST_PUSH} seconds: trainer ranks that do not send wait for the "
+                "end of a push in a collective, which fails after 600"
+            )
         for url in self.urls:
-            _check_url(url)
+            check_url(url, "urls")
+        if self.hosts:
+            expand_hosts(self.hosts)
         return self
 
+    @property
+    def source(self) -> str:
+        """The key that names external servers."""
+        return next((f"fleet.{key}" for key in ("urls", "urls_file", "hosts") if getattr(self, key)), "fleet.servers")
 
-def _check_url(url: str) -> None:
-    """Raises ValueError unless `url` is http(s)://host:port and nothing else."""
+    @property
+    def world_size(self) -> int:
+        """Workers of each server."""
+        return self.tensor * self.pipeline
+
+
+def server_urls(fleet: FleetConfig) -> list[str]:
+    """Base URLs of external servers, in order, each once; a file is read anew. Empty for other modes.
+
+    Raises:
+        UserError: when `urls_file` cannot be read, or a line of it is no URL.
+    """
+    if fleet.urls_file is not None:
+        urls = _read_urls(fleet.urls_file)
+    elif fleet.hosts is not None:
+        ports = range(fleet.port or FIRST_PORT, (fleet.port or FIRST_PORT) + fleet.servers_per_host)
+        urls = [f"http://{host}:{port}" for host in expand_hosts(fleet.hosts) for port in ports]
+    else:
+        urls = fleet.urls
+    return list(dict.fromkeys(url.rstrip("/") for url in urls))
+
+
+def _read_urls(path: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"fleet.urls_file: {path} cannot be read: {error}") from None
+    urls = [line for line in lines if line and not line.startswith("#")]
+    for url in urls:
+        try:
+            check_url(url, path)
+        except ValueError as error:
+            raise UserError(f"fleet.urls_file: {error}") from None
+    return urls
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Names in a Slurm host list: `gpu[01-03,07],login1` -> gpu01 gpu02 gpu03 gpu07 login1. Zeros in front stay.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text):
+        raise ValueError(f"hosts: {text!r} is no Slurm host list such as gpu[01-04,07],login1")
+    items = re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text)
+    return [name for item in items for name in _expand(item)]
+
+
+def _expand(item: str) -> Iterator[str]:
+    """The names of one item of a host list, whose first brackets vary slowest."""
+    head, bracket, rest = item.partition("[")
+    if not bracket:
+        yield item
+        return
+    ranges, _, tail = rest.partition("]")
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(first) > int(last):
+            raise ValueError(f"hosts: [{ranges}] must hold numbers and ranges of them, such as [01-04,07]")
+        for number in range(int(first), int(last) + 1):
+            yield from (f"{head}{number:0{len(first)}}{end}" for end in _expand(tail))
+
+
+def check_url(url: str, source: str) -> None:
+    """Raises ValueError, which names `source`, unless `url` is http(s)://host:port and nothing else."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port and not parts.path.strip("/")
     except ValueError:
         valid = False
     if not valid:
-        raise ValueError(f"urls: {url!r} must look like http://10.0.0.7:8000")
+        raise ValueError(f"{source}: {url!r} must look like http://10.0.0.7:8000")

@@ -6,6 +6,7 @@ Every check raises `UserError` with the key, what is wrong and the rule.
 import json
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from dapo_megatron.checkpoint import INDEX, MEGATRON_FILES, SINGLE, is_megatron
 from dapo_megatron.config.critic_view import critic_config, critic_keys
-from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.config.fleet import FleetConfig, server_urls
 from dapo_megatron.config.precision_rules import check_precision
 from dapo_megatron.config.reference_view import reference_config, reference_keys
 from dapo_megatron.config.run import Config
@@ -25,8 +26,11 @@ from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.layout import check_layout, check_ranks
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.rewards.function import check_function
-from dapo_megatron.rollout.server import check_vllm
+from dapo_megatron.rollout.checks import UnreachableError, check_server
+from dapo_megatron.rollout.server import check_gpu_servers, check_vllm
 from dapo_megatron.run_state.store import latest_state, read_run, same_layout
+from dapo_megatron.serve import read_token
+from dapo_megatron.sync.proof import proved_plan
 
 SAMPLE = 256  # prompts encoded to find one that fits, before all are
 TOKENIZER = "tokenizer.json"
@@ -39,11 +43,8 @@ def preflight(config: Config, num_ranks: int) -> None:
     Raises:
         UserError: for the first check that fails.
     """
-    if config.fleet.mode != "managed" and config.has_servers:
-        raise UserError(
-            f"fleet.mode={config.fleet.mode} cannot run yet: only `managed` can, whose servers start on the node of "
-            "rank 0; --dry-run plans the others"
-        )
+    if config.fleet.mode == "colocated" and int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) != num_ranks:
+        raise UserError("fleet.mode=colocated runs on one node: servers of other nodes' GPUs are not started yet")
     architecture = check_model(Path(config.model.path))
     check_plan(config, num_ranks, architecture)
     check_reference(config, num_ranks, architecture)
@@ -54,8 +55,11 @@ def preflight(config: Config, num_ranks: int) -> None:
 def check_plan(config: Config, num_ranks: int, architecture: Architecture) -> None:
     """What follows from the configuration and the model's dimensions alone, on any machine."""
     _check_trainer(config, num_ranks, architecture)
-    if architecture.num_heads % config.fleet.tensor:
-        raise UserError(f"fleet.tensor={config.fleet.tensor} does not divide {architecture.num_heads} attention heads")
+    if config.has_servers:
+        proved_plan(config, architecture, num_ranks)
+        check_colocated(config, num_ranks)
+    if (replayed := config.training.router_replay) != "off" and not architecture.num_experts:
+        raise UserError(f"training.router_replay={replayed}: {config.model.path} has no experts; use off")
 
 
 def check_reference(config: Config, num_ranks: int, policy: Architecture) -> None:
@@ -130,8 +134,14 @@ def check_machine(config: Config, num_ranks: int) -> None:
     if not config.has_servers:
         check_pairs(config)
         return
-    if config.fleet.mode == "managed":
+    if config.fleet.mode != "external":
         check_fleet(config.fleet)
+        check_fp8(config)
+        if config.training.router_replay == "R3":
+            why = "training.router_replay=R3 needs servers on GPUs: vLLM returns no routes on a CPU; use R2 or off"
+            check_gpu_servers(config.fleet.python, why)
+    if config.fleet.mode == "external":
+        check_external(config)
     if config.data.reward_function is not None:
         check_function(config.data.reward_function)
     check_data(config)
@@ -226,6 +236,40 @@ def check_fleet(fleet: FleetConfig) -> None:
     for port in range(fleet.port, fleet.port + fleet.servers):
         if port > 65535 or not _is_free(fleet.host, port):
             raise UserError(f"fleet.port={fleet.port}: port {port} on {fleet.host} is in use or cannot be bound")
+
+
+def check_colocated(config: Config, num_ranks: int) -> None:
+    """Servers on the trainers' GPUs have one for each worker."""
+    fleet = config.fleet
+    if fleet.mode == "colocated" and num_ranks % fleet.world_size:
+        raise UserError(
+            f"fleet.mode=colocated: servers of fleet.tensor={fleet.tensor} x fleet.pipeline={fleet.pipeline} GPUs do "
+            f"not fill the GPUs of {num_ranks} trainer ranks"
+        )
+
+
+def check_fp8(config: Config) -> None:
+    """The servers that the run starts have kernels for the format in which they get their weights."""
+    if config.fleet.weight_format == "fp8_block":
+        why = "fleet.weight_format=fp8_block needs servers on GPUs: vLLM has no such kernels for a CPU"
+        check_gpu_servers(config.fleet.python, why)
+
+
+def check_external(config: Config) -> None:
+    """There are servers, and each answers, opens with the token alone and fits the run."""
+    fleet = config.fleet
+    token, urls = read_token(None, fleet.token_env), server_urls(fleet)
+    if not urls:
+        raise UserError(f"{fleet.source}: {fleet.urls_file} names no server: start one with launch/rollout_fleet.sh")
+
+    def check(url: str) -> None:
+        try:
+            check_server(url, token, fleet, config.longest_sequence, fleet.source)
+        except UnreachableError as error:
+            raise UserError(str(error)) from None
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(check, urls))
 
 
 def check_data(config: Config) -> None:

@@ -23,6 +23,7 @@ def reference_config(config: Config) -> Config:
             "recompute": forward_only.recompute,
             "recompute_modules": forward_only.recompute_modules,
             "moe_aux_loss": forward_only.moe_aux_loss,
+            "router_replay": forward_only.router_replay,
         }
     )
     training.micro_batch_tokens = _micro_batch_tokens(config.longest_sequence, training, parallel)

@@ -107,8 +107,9 @@ class RolloutConfig(Section):
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="Most versions by which a token's weights may be older than those it trains. What would be older "
-        "is generated anew. null: 0 with sync and requeue, else 1.",
+        description="Most versions by which a token's weights may be older than those it trains; a hard bound: what "
+        "would be older is generated anew. null: the least that pipeline and partial_rollouts allow: 0 for sync with "
+        "requeue, 2 for one_step_off with resume, else 1.",
     )
     watchdog_after: float = Field(
         900,
@@ -144,6 +145,36 @@ class RolloutConfig(Section):
                 f"({self.adaptive_group.sizes[-1]})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _staleness_fits_the_pipeline(self) -> "RolloutConfig":
+        given, least = self.max_staleness, self._least_staleness
+        how = f"pipeline={self.pipeline} and partial_rollouts={self.partial_rollouts}"
+        if given is not None and given < least:
+            raise ValueError(
+                f"max_staleness ({given}) must be at least {least} with {how}: no answer would be young enough"
+            )
+        if given and not least:
+            raise ValueError(
+                f"max_staleness ({given}) must be 0 or null with {how}: all tokens are of the step's weights"
+            )
+        return self
+
+    @property
+    def _least_staleness(self) -> int:
+        """Versions that answers fall behind in any case: a step that is trained meanwhile, one that began them."""
+        resumed = self.partial_rollouts == "resume"
+        return {"sync": int(resumed), "one_step_off": 1 + resumed, "async": 1}[self.pipeline]
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most versions by which a token's weights may be older than those it trains: `max_staleness`, or its least."""
+        return self._least_staleness if self.max_staleness is None else self.max_staleness
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps whose sampling may begin before the one that is trained next is complete."""
+        return {"sync": 0, "one_step_off": 1, "async": self.staleness_bound}[self.pipeline]
 
     @property
     def prompt_budget(self) -> int | None:

@@ -19,6 +19,13 @@ from dapo_megatron.config.rollout import RolloutConfig
 from dapo_megatron.config.tracking import TrackingConfig
 from dapo_megatron.config.training import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
+GIVEN_ANSWERS = {
+    "rollout.pipeline": "sync",
+    "rollout.partial_rollouts": "requeue",
+    "rollout.selection": "draw_order",
+}
+"""What the rollout section says where nothing is generated."""
+
 
 class RunConfig(Section):
     """Length, place and life of a run."""
@@ -111,20 +118,61 @@ class Config(Section):
     def _dpo_is_offline(self) -> "Config":
         if self.algorithm.loss != "dpo":
             return self
-        needed = {
+        needed: dict[str, object] = {
+            **GIVEN_ANSWERS,
             "rollout.dynamic_sampling": False,
             "rollout.samples_per_prompt": 2,
             "rollout.replay": None,
             "evaluation.data": None,
             "training.mini_batch": self.responses_per_step,
         }
+        self._require(
+            needed,
+            "with algorithm.loss=dpo, which trains on given pairs, all of a step in one update, and has no servers",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _pipeline_fits(self) -> "Config":
+        if self.rollout.replay is not None:
+            self._require(GIVEN_ANSWERS, "with rollout.replay, which trains on recorded answers and has no servers")
+        if self.fleet.mode == "colocated":
+            self._require({"rollout.pipeline": "sync"}, "with fleet.mode=colocated: trainer and servers take turns")
+        if self.rollout.pipeline != "async":
+            self._require({"fleet.on_push": "abort"}, "unless rollout.pipeline=async: no answer is under way in a push")
+        return self
+
+    @model_validator(mode="after")
+    def _stale_tokens_can_leave(self) -> "Config":
+        limit, bound = self.algorithm.rollout_correction.max_token_staleness, self.rollout.staleness_bound
+        if limit is None:
+            return self
+        key = f"algorithm.rollout_correction.max_token_staleness ({limit})"
+        if limit >= bound:
+            raise ValueError(f"{key} must be less than rollout.max_staleness ({bound}), or no token is ever that old")
+        if self.rollout.pipeline == "one_step_off" and limit == 0:
+            raise ValueError(
+                f"{key} must be at least 1 with rollout.pipeline=one_step_off, where every token is a version old"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routes_can_be_had(self) -> "Config":
+        if self.training.router_replay == "R2":
+            self._require({"algorithm.old_log_probs": "recompute"}, "with training.router_replay=R2, which replays it")
+        if self.training.router_replay == "R3":
+            self._require(
+                {"fleet.pipeline": 1}, "with training.router_replay=R3: vLLM returns no routes from several stages"
+            )
+            if self.algorithm.loss == "dpo":
+                raise ValueError("training.router_replay (R3) needs servers, which algorithm.loss=dpo has not")
+        return self
+
+    def _require(self, needed: Mapping[str, object], when: str) -> None:
+        """Raises ValueError for the first dotted key that has not the value it needs."""
         for key, only in needed.items():
             if (value := attrgetter(key)(self)) != only:
-                raise ValueError(
-                    f"{key} ({as_yaml(value)}) must be {as_yaml(only)} with algorithm.loss=dpo, which trains on given "
-                    "pairs, all of a step in one update, and has no servers"
-                )
-        return self
+                raise ValueError(f"{key} ({as_yaml(value)}) must be {as_yaml(only)} {when}")
 
     def _micro_batches_fit(self) -> None:
         """A micro-batch holds the longest sequence with its padding, and ends where the layout and FP8 allow."""
@@ -148,6 +196,19 @@ class Config(Section):
     def has_servers(self) -> bool:
         """Whether answers are generated, not read from a recording or given as pairs."""
         return self.rollout.replay is None and self.algorithm.loss != "dpo"
+
+    @property
+    def notes(self) -> list[str]:
+        """What is allowed and may still surprise: one sentence each, told by `--dry-run` and at a run's start."""
+        rollout, correction, found = self.rollout, self.algorithm.rollout_correction, []
+        if rollout.selection == "arrival":
+            found.append("rollout.selection=arrival prefers short answers: for comparison only")
+        if rollout.pipeline != "sync" and correction.mode == "none" and self.algorithm.old_log_probs == "recompute":
+            found.append(
+                f"rollout.pipeline={rollout.pipeline} trains on tokens of older weights as if they were the policy's "
+                "own; algorithm.rollout_correction.mode (tis or mis) weighs them"
+            )
+        return found
 
     @property
     def responses_per_step(self) -> int:

@@ -1,8 +1,9 @@
 """The order in which prompts are drawn, resumable from a small state."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +14,10 @@ from dapo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class _Draw:
-    """A draw of the step in progress: `position` is the cursor's before it, `rested` the prompts it passed over."""
+    """A draw: `number` counts those of the run, `position` is the cursor's before it, `rested` the prompts it passed
+    over."""
 
+    number: int
     prompt: int
     position: int
     rested: int
@@ -26,7 +29,8 @@ class PromptCursor:
 
     The n-th draw of a run is a function of n and the seed. Where `rules` let the history act (prompts that rest, hard
     ones drawn in between), the n-th draw of a step is a function of n and the state at the step's start: the history
-    changes only when a step is finished. Giving prompts back restores what was before them, exactly.
+    changes only when a step is finished. Putting the last draws back restores what was before them, exactly; others
+    that are put back wait, under their numbers, to be drawn before anything new.
     `fingerprint` identifies the data set: a state of other data is refused.
     """
 
@@ -41,6 +45,7 @@ class PromptCursor:
         self.num_prompts = num_prompts
         self.drawn = 0
         self.history = PromptHistory()
+        self._waiting: deque[_Draw] = deque()  # were put back, ascending; the last draws never are among them
         self._position = 0  # places of the endless order that are behind: draws from it and prompts passed over
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)  # two: giving back may cross an epoch
         self._begin_step()
@@ -50,31 +55,41 @@ class PromptCursor:
         self._hard = self.history.hard_prompts() if self._rules.hard_every else []
         self._resting = lru_cache(maxsize=2)(self._find_resting)
 
+    @property
+    def number(self) -> int:
+        """Number of the last draw of the step in progress, counted over the run, from 0."""
+        return self._step[-1].number
+
     def draw(self) -> int:
         """The next prompt."""
+        self._step.append(self._waiting.popleft() if self._waiting else self._new_draw())
+        return self._step[-1].prompt
+
+    def _new_draw(self) -> _Draw:
         position = self._position
         prompt = self._next_hard()
         hard = prompt is not None
         if prompt is None:
             prompt = self._next_in_order()
         rested = 0 if hard else self._position - position - 1
-        self._step.append(_Draw(prompt, position, rested, hard))
         self.drawn += 1
-        return prompt
+        return _Draw(self.drawn - 1, prompt, position, rested, hard)
 
-    def requeue(self, prompts: Sequence[int]) -> None:
-        """Put the last prompts drawn in this step back at the head, to be drawn again in the same order.
+    def requeue(self, numbers: Collection[int]) -> None:
+        """Put draws of this step back, to be drawn again before anything new, in the same order.
 
         Raises:
-            ValueError: when they are not the last ones drawn, in the order they were drawn.
+            ValueError: when one of `numbers` is not of this step.
         """
-        first = len(self._step) - len(prompts)
-        if first < 0 or list(prompts) != [draw.prompt for draw in self._step[first:]]:
-            raise ValueError("only the last prompts drawn can be put back, in the order in which they were drawn")
-        if prompts:
-            self._position = self._step[first].position
-        del self._step[first:]
-        self.drawn -= len(prompts)
+        back = set(numbers)
+        if not back <= {draw.number for draw in self._step}:
+            raise ValueError(f"only draws of the step in progress can be put back, not all of {sorted(back)}")
+        put_back = [draw for draw in self._step if draw.number in back]
+        self._step = [draw for draw in self._step if draw.number not in back]
+        self._waiting = deque(sorted([*put_back, *self._waiting], key=lambda draw: draw.number))
+        while self._waiting and self._waiting[-1].number == self.drawn - 1:
+            self._position = self._waiting.pop().position
+            self.drawn -= 1
 
     def finish_step(self, results: Sequence[GroupResult | None]) -> dict[str, float]:
         """Enter the step's groups into the history (None: failed), one for each draw that was not put back.
@@ -82,11 +97,7 @@ class PromptCursor:
         Returns:
             Metrics: `rested` (prompts passed over), `hard_draws`, and the counts of `PromptHistory.counts`.
         """
-        first = self.drawn - len(self._step)
-        places = [
-            Place(draw.prompt, number, draw.position // self.num_prompts)
-            for number, draw in enumerate(self._step, start=first)
-        ]
+        places = [Place(draw.prompt, draw.number, draw.position // self.num_prompts) for draw in self._step]
         self.history.add_step(places, results)
         rested, hard = sum(draw.rested for draw in self._step), sum(draw.hard for draw in self._step)
         self._begin_step()
@@ -94,8 +105,8 @@ class PromptCursor:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state. It grows with the number of different prompts drawn, not with the draws."""
-        own = {"drawn": self.drawn, "position": self._position, "history": self.history.state_dict()}
-        return {**own, **self._data, **self._order}
+        own = {"drawn": self.drawn, "position": self._position, "waiting": [list(astuple(d)) for d in self._waiting]}
+        return {**own, "history": self.history.state_dict(), **self._data, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. One without a history has had no prompts that rested.
@@ -113,6 +124,7 @@ class PromptCursor:
             raise UserError("run.seed or data.shuffle changed since the run was saved: a resumed run must keep both")
         self.drawn = state["drawn"]
         self._position = state.get("position", self.drawn)
+        self._waiting = deque(_Draw(*draw) for draw in state.get("waiting", []))
         self.history = PromptHistory()
         if "history" in state:
             self.history.load_state_dict(state["history"])

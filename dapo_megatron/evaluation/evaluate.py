@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from dapo_megatron.rollout.sampler import Generate, GroupFailedError, Progress
+from dapo_megatron.rollout.sampler import Generate, GroupFailedError, GroupRequest, Progress
 from dapo_megatron.types import Prompt, Sample
 
 
@@ -36,7 +36,7 @@ async def evaluate(
     async def answer(prompt: Prompt) -> tuple[Sample, ...]:
         async with slots:
             try:
-                return await generate(prompt, samples, progress.add)
+                return await generate(GroupRequest(-1, prompt, samples, progress.add, lambda partial: None))
             except GroupFailedError:
                 return ()
             finally:

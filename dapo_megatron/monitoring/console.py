@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo_megatron.monitoring.diagnosis import warnings_of
-from dapo_megatron.monitoring.metrics import Record
+from dapo_megatron.monitoring.metrics import Record, number
 
 ROWS = 12  # steps that stay in view
 QUIET_SECONDS = 30.0  # a plain console repeats progress no more often
@@ -75,7 +75,7 @@ class PlainConsole:
     def step(self, record: Record) -> None:
         """Print a finished step."""
         parts = [f"{heading} {text(record)}" for heading, text in COLUMNS.items()]
-        self._say(" | ".join([*parts, phase_seconds(record)]))
+        self._say(" | ".join([*parts, details(record)]))
         for warning in warnings_of(record):
             self.note(f"warning: {warning}")
 
@@ -115,7 +115,7 @@ class LiveConsole:
             table.add_row(*(text(record) for text in COLUMNS.values()))
         lines = [Text(text) for text in self._evaluations]
         if rows:
-            lines.append(Text(f"last step: {phase_seconds(rows[-1])}"))
+            lines.append(Text(f"last step: {details(rows[-1])}"))
         return Group(table, *lines, self._progress)
 
     def phase(self, name: str | None) -> None:
@@ -165,10 +165,15 @@ def open_console(
     return LiveConsole(console) if live else PlainConsole(console)
 
 
-def phase_seconds(record: Record) -> str:
-    """The seconds of each phase of a step: "rollout 3.1 s, update 4.0 s"."""
+def details(record: Record) -> str:
+    """The seconds of each phase of a step, and the age of its tokens where some are of older weights, mean and largest:
+    "rollout 3.1 s, update 4.0 s, staleness 0.6/1".
+    """
     phases = {key.removeprefix("seconds/"): value for key, value in record.items() if key.startswith("seconds/")}
-    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items() if name != "step")
+    texts = [f"{name} {seconds:.1f} s" for name, seconds in phases.items() if name != "step"]
+    if number(record, "staleness_max"):
+        texts.append(f"staleness {record['staleness']:.1f}/{record['staleness_max']:.0f}")
+    return ", ".join(texts)
 
 
 def evaluation_text(record: Record) -> str:

@@ -1,8 +1,9 @@
 """What a user should be warned of, read off a step's metrics."""
 
-from dapo_megatron.monitoring.metrics import Record
+from dapo_megatron.monitoring.metrics import Record, number
 
 LOG_RATIO_LIMIT = 1e-3
+STALE_LIMIT = 0.5  # share of a batch's tokens
 
 
 def warnings_of(record: Record) -> list[str]:
@@ -16,8 +17,8 @@ def warnings_of(record: Record) -> list[str]:
         found.append(
             f"step {step}: the first update did not start on-policy, mean |log r| = {record['first_log_ratio']:.1e}"
         )
-    if record.get("stale_tokens"):
-        found.append(f"step {step}: {record['stale_tokens']:.0f} tokens come from other weights than the step's")
+    if number(record, "stale_masked") > STALE_LIMIT:
+        found.append(f"step {step}: {record['stale_masked']:.0%} of the tokens were too old and left the loss")
     if record.get("failed"):
         found.append(f"step {step}: {record['failed']:.0f} groups were dropped because an answer could not be had")
     return found

@@ -54,6 +54,8 @@ class Monitor:
             self._sinks.append(WandbTracker(config, self._run_dir))
         self._console: PlainConsole | LiveConsole = open_console(config.tracking.console)
         self._sinks.append(self._console)
+        for text in config.notes:
+            self.note(f"note: {text}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

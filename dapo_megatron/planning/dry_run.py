@@ -23,7 +23,7 @@ def dry_run(config: Config, ranks_per_node: int, nodes: int, hf_config: Path | N
         UserError: for the first check that fails.
     """
     num_ranks = ranks_per_node * nodes
-    architecture, unchecked = _check(config, num_ranks, hf_config)
+    architecture, unchecked = check(config, num_ranks, hf_config)
     console = Console()
     resolved = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     console.print(resolved, markup=False, soft_wrap=True)
@@ -33,15 +33,15 @@ def dry_run(config: Config, ranks_per_node: int, nodes: int, hf_config: Path | N
     console.print(table)
     for line in rank_lines(config, architecture, num_ranks, ranks_per_node):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in config.notes:
+        console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     for line in unchecked:
         console.print(f"not checked: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _check(config: Config, num_ranks: int, hf_config: Path | None) -> tuple[Architecture, list[str]]:
-    """The model's dimensions, and what could not be checked here."""
-    unchecked = []
-    if config.fleet.mode != "managed" and config.has_servers:
-        unchecked.append(f"fleet.mode={config.fleet.mode}: its servers; only `managed` can run so far")
+def check(config: Config, num_ranks: int, hf_config: Path | None) -> tuple[Architecture, list[str]]:
+    """The model's dimensions, and what could not be checked here. Raises UserError for the first check that fails."""
+    unchecked: list[str] = []
     folder = Path(config.model.path)
     if folder.is_dir():
         architecture = check_model(folder)

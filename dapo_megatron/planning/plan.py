@@ -60,7 +60,7 @@ def servers(fleet: FleetConfig, num_ranks: int) -> str:
     if fleet.mode == "managed":
         return f"{fleet.servers} x {kind}, started by the run"
     if fleet.mode == "colocated":
-        return f"{num_ranks // fleet.tensor} x {kind}, on the trainers' GPUs in turns"
+        return f"{num_ranks // fleet.world_size} x {kind}, on the trainers' GPUs in turns"
     if fleet.urls:
         return f"{len(fleet.urls)} x {kind}, at {', '.join(fleet.urls)}"
     path = Path(str(fleet.urls_file))

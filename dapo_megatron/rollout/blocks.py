@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from dapo_megatron.types import NO_ROUTES, BatchHeader, Bool, Float32, Group, Int16, Int32, Sample, TokenBlock
 
-HEADER_ARRAYS = tuple(f.name for f in fields(BatchHeader) if f.name not in ("step", "stats", "cursor"))
+NO_ARRAYS = ("step", "oldest_in_loss", "stats", "cursor")
+HEADER_ARRAYS = tuple(f.name for f in fields(BatchHeader) if f.name not in NO_ARRAYS)
 ADDED_ARRAYS = ("step_responses", "step_places", "step_rewards", "run_responses", "run_versions", "run_lengths")
 """Of a header, which older records lack; they were empty then."""
 Arrays = dict[str, NDArray[Any]]
@@ -62,7 +63,7 @@ def build_batch(
 
 def _tokens(groups: Sequence[Group], samples: Sequence[Sample]) -> BatchTokens:
     return BatchTokens(
-        prompt_tokens=_int32([token for group in groups for token in group.prompt.token_ids]),
+        prompt_tokens=_joined([_int32(group.prompt.token_ids) for group in groups], np.int32),
         response_tokens=_joined([sample.token_ids for sample in samples], np.int32),
         rollout_log_probs=_joined([sample.log_probs for sample in samples], np.float32),
         routes=_routes([sample.routes for sample in samples]),

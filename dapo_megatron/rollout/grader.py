@@ -4,17 +4,22 @@ import logging
 import threading
 from dataclasses import dataclass
 
-import numpy as np
-
 from dapo_megatron.algorithm.overlong import brevity_bonus, overlong_penalty
 from dapo_megatron.config.algorithm import OverlongConfig
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.rewards import Answer, BadRewardError, Reason, RewardFunction, grade, judge
-from dapo_megatron.rollout.client import Generated
+from dapo_megatron.rewards.answers import MAX_ANSWER
+from dapo_megatron.rollout.requests import Generated
 from dapo_megatron.types import NO_STEPS, Prompt, Sample, Steps
 
 SHOWN_FAILURES = 10
 """Failures of the reward function that are logged one by one in a step."""
+
+LAST_TOKENS = 1024
+"""Of an answer, in which the rule `dapo` probably finds the characters that it looks at."""
+
+SPARE_CHARACTERS = 16
+"""At the beginning of the last tokens, which may decode to something else without the token before them."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +60,23 @@ class Grader:
         self._failures = 0  # of the function, in this step
         self._lock = threading.Lock()  # answers are judged in several threads
 
-    def sample(self, answer: Generated, prompt: Prompt) -> Sample:
-        """Judge one answer; in bounded time for any text, as far as it is not for the function. Never raises."""
-        judged = self._judge(answer, prompt)
+    def sample(self, answer: Generated, prompt: Prompt, by_rule: bool = False) -> Sample:
+        """Judge one whole answer; in bounded time for any text, as far as it is not for the function. Never raises.
+
+        `by_rule`: without the function.
+        """
+        judged = self._judge(answer, prompt, None if by_rule else self._function)
         return Sample(
-            token_ids=np.array(answer.token_ids, dtype=np.int32),
-            log_probs=np.array(answer.log_probs, dtype=np.float32),
+            token_ids=answer.token_ids,
+            log_probs=answer.log_probs,
             finish_reason=answer.finish_reason,
-            versions=np.full(len(answer.token_ids), answer.versions[0], np.int32),
+            versions=answer.versions,
             correct=judged.correct,
             reward=judged.outcome + self._length_reward(len(answer.token_ids), judged.correct),
             score=judged.score,
             reason=judged.reason,
             steps=judged.steps,
+            routes=answer.routes,
         )
 
     def end_step(self, step: int) -> None:
@@ -77,14 +86,14 @@ class Grader:
         if failures > SHOWN_FAILURES:
             logger.warning("step %d: %d bad rewards, of which %d are shown", step, failures, SHOWN_FAILURES)
 
-    def _judge(self, answer: Generated, prompt: Prompt) -> _Judged:
-        text = self._text(answer)
+    def _judge(self, answer: Generated, prompt: Prompt, function: RewardFunction | None) -> _Judged:
+        text = self._end(answer) if function is None else self._text(answer)
         verdict = grade(text, prompt.ground_truth, self._rule)
         by_rule = 1.0 if verdict.correct else -1.0
-        if self._function is None:
+        if function is None:
             return _Judged(verdict.correct, by_rule, float(verdict.correct), verdict.reason)
         try:
-            rewards = judge(self._function, self._seen(answer, prompt, text, verdict.correct))
+            rewards = judge(function, self._seen(answer, prompt, text, verdict.correct))
         except BadRewardError as error:
             self._tell(prompt, error)
             return _Judged(correct=False, outcome=-1.0, score=0.0, reason="bad_reward")
@@ -93,10 +102,11 @@ class Grader:
         return _Judged(verdict.correct, rewards, rewards, verdict.reason)
 
     def _seen(self, answer: Generated, prompt: Prompt, text: str, correct: bool) -> Answer:
+        token_ids = tuple(answer.token_ids.tolist())
         return Answer(
             text=text,
-            token_ids=answer.token_ids,
-            token_texts=self._tokenizer.token_texts(answer.token_ids),
+            token_ids=token_ids,
+            token_texts=self._tokenizer.token_texts(token_ids),
             prompt_token_ids=prompt.token_ids,
             ground_truth=prompt.ground_truth,
             data_source=prompt.data_source,
@@ -117,8 +127,16 @@ class Grader:
         penalty = overlong_penalty(length, self._max_tokens, rule.cache_tokens, rule.factor, rule.shift)
         return float(penalty + brevity_bonus(length, correct, self._max_tokens, rule.brevity))
 
+    def _end(self, answer: Generated) -> str:
+        """As much of the text as the rule looks at: to decode long answers whole takes a quarter of all the time."""
+        if self._rule == "dapo" and not self._stop:
+            text = self._tokenizer.decode(answer.token_ids[-LAST_TOKENS:].tolist())
+            if len(text) >= MAX_ANSWER + SPARE_CHARACTERS:
+                return text
+        return self._text(answer)
+
     def _text(self, answer: Generated) -> str:
         """The text up to the first stop string: the token that ended the answer may hold more than that string."""
-        text = self._tokenizer.decode(answer.token_ids)
+        text = self._tokenizer.decode(answer.token_ids.tolist())
         ends = [position for string in self._stop if (position := text.find(string)) >= 0]
         return text[: min(ends, default=len(text))]

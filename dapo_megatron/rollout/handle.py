@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +21,10 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.files import write_atomically
 from dapo_megatron.rollout.address import PARENT_VARIABLE, TOKEN_VARIABLE, Address, controller_host
 from dapo_megatron.rollout.blocks import decode_block, decode_header, select
+from dapo_megatron.rollout.jobs import Admission
 from dapo_megatron.rollout.journal import Journal
 from dapo_megatron.rollout.offline import NoServers, open_offline
+from dapo_megatron.rollout.requests import Server
 from dapo_megatron.rollout.server import log_tail
 from dapo_megatron.run_state.store import latest_state, read_run
 from dapo_megatron.types import BatchHeader, Int32, TokenBlock
@@ -38,6 +40,9 @@ STOP_SECONDS = 40.0
 
 OnProgress = Callable[[float, float, str], None]
 """Called with done, total, and a text."""
+
+OnAdmission = Callable[[Admission], None]
+"""Called on every rank alike, in the same order, with servers that need the weights before they can answer."""
 
 OnRankZero = Callable[[Callable[[], Any]], Any]
 """Runs a function on rank 0 and returns its result, or raises its error, on every rank."""
@@ -57,24 +62,53 @@ class StopRun:
 class Rollouts(Protocol):
     """What training needs of rollouts. Leaving the `with` block ends every process that was started for them."""
 
-    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
-        """Wait until all servers are healthy; their URLs and tokens."""
+    def wait_ready(self, on_progress: OnProgress) -> None:
+        """Wait until the servers have started. They have no usable weights before the first push."""
         ...
 
-    def begin(self, step: int, version: int) -> None:
-        """Start the sampling of a step's batch with the weights `version`. Doing it twice does no harm."""
+    def begin(self, step: int, version: int, trained_version: int) -> None:
+        """Start the sampling of a step's batch, when those of earlier steps are complete. Twice does no harm.
+
+        The servers have the weights `version` now; `trained_version` are those that the step will train.
+        """
         ...
 
-    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader | StopRun:
-        """The batch's header, when it is complete."""
+    def wait(self, step: int, on_progress: OnProgress, on_admission: OnAdmission) -> BatchHeader | StopRun:
+        """The batch's header, when it is complete. All ranks wait for it."""
         ...
 
     def tokens(self, step: int, responses: Int32) -> TokenBlock:
         """Token data of `responses`, int32 [r] indices into the header's arrays, in that order."""
         ...
 
-    def evaluate(self, name: str, on_progress: OnProgress) -> dict[str, Any] | None:
-        """Result of an evaluation on the held-out prompts (`dapo_megatron.evaluation.evaluate`); None in a replay."""
+    def evaluate(self, name: str, on_progress: OnProgress, on_admission: OnAdmission) -> dict[str, Any] | None:
+        """Result of an evaluation on the held-out prompts (`dapo_megatron.evaluation.evaluate`); None in a replay.
+
+        All ranks wait for it.
+        """
+        ...
+
+    def begin_push(self, push: int, version: int) -> None:
+        """Hold the fleet for the push number `push` (from 0), of the weights `version`. Twice does no harm."""
+        ...
+
+    def servers_for_push(self, push: int, attempt: int) -> Sequence[Server]:
+        """Wait until the fleet is held; the servers of an attempt (from 0), the same on every rank, perhaps none."""
+        ...
+
+    def push_failed(self, push: int, attempt: int, id: str, reason: str) -> None:
+        """A server failed in an attempt and is taken out; the next attempt has the rest."""
+        ...
+
+    def push_done(self, push: int, attempt: int, seconds: float) -> None:
+        """The servers of an attempt have the weights, after `seconds`: they go on."""
+        ...
+
+    def admitted(self, number: int, version: int, ids: Sequence[str], failed: Mapping[str, str]) -> None:
+        """The servers `ids` of an admission have the weights `version`; others `failed`, for reasons by id.
+
+        What is in neither waits for another admission.
+        """
         ...
 
     def __enter__(self) -> Self: ...
@@ -200,7 +234,7 @@ class RemoteRollouts:
             trust_env=False,  # a proxy would be asked for a loopback address
         )
 
-    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
+    def wait_ready(self, on_progress: OnProgress) -> None:
         """See `Rollouts.wait_ready`."""
         while True:
             status = self._call("GET", "/status", wait=POLL_SECONDS).json()
@@ -208,15 +242,15 @@ class RemoteRollouts:
                 raise self._error(status)
             on_progress(status["healthy"], status["total"], status["message"])
             if status["state"] == "ready":
-                return [(url, token) for url, token in status["servers"]]
+                return
 
-    def begin(self, step: int, version: int) -> None:
+    def begin(self, step: int, version: int, trained_version: int) -> None:
         """See `Rollouts.begin`."""
-        self._call("POST", f"/batches/{step}", json={"version": version})
+        self._call("POST", f"/batches/{step}", json={"version": version, "trained": trained_version})
 
-    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader | StopRun:
+    def wait(self, step: int, on_progress: OnProgress, on_admission: OnAdmission) -> BatchHeader | StopRun:
         """See `Rollouts.wait`."""
-        reply = self._poll(f"/batches/{step}", on_progress)
+        reply = self._poll(f"/batches/{step}", on_progress, on_admission)
         return (
             StopRun(reply.json()["stop"]) if reply.status_code == httpx.codes.CONFLICT else decode_header(reply.content)
         )
@@ -225,11 +259,35 @@ class RemoteRollouts:
         """See `Rollouts.tokens`."""
         return decode_block(self._call("POST", f"/batches/{step}/tokens", content=responses.tobytes()).content)
 
-    def evaluate(self, name: str, on_progress: OnProgress) -> dict[str, Any]:
+    def evaluate(self, name: str, on_progress: OnProgress, on_admission: OnAdmission) -> dict[str, Any]:
         """See `Rollouts.evaluate`."""
         self._call("POST", f"/evaluations/{name}")
-        result: dict[str, Any] = self._poll(f"/evaluations/{name}", on_progress).json()
+        result: dict[str, Any] = self._poll(f"/evaluations/{name}", on_progress, on_admission).json()
         return result
+
+    def begin_push(self, push: int, version: int) -> None:
+        """See `Rollouts.begin_push`."""
+        self._call("POST", f"/pushes/{push}", json={"version": version})
+
+    def servers_for_push(self, push: int, attempt: int) -> Sequence[Server]:
+        """See `Rollouts.servers_for_push`."""
+        while True:
+            reply = self._call("GET", f"/pushes/{push}", wait=POLL_SECONDS, attempt=attempt)
+            if reply.status_code == httpx.codes.OK:
+                return _servers(reply.json())
+
+    def push_failed(self, push: int, attempt: int, id: str, reason: str) -> None:
+        """See `Rollouts.push_failed`."""
+        self._call("POST", f"/pushes/{push}/failed", json={"attempt": attempt, "id": id, "reason": reason})
+
+    def push_done(self, push: int, attempt: int, seconds: float) -> None:
+        """See `Rollouts.push_done`."""
+        self._call("POST", f"/pushes/{push}/done", json={"attempt": attempt, "seconds": seconds})
+
+    def admitted(self, number: int, version: int, ids: Sequence[str], failed: Mapping[str, str]) -> None:
+        """See `Rollouts.admitted`."""
+        told = {"version": version, "ids": list(ids), "failed": dict(failed)}
+        self._call("POST", f"/admissions/{number}/done", json=told)
 
     def __enter__(self) -> Self:
         return self
@@ -241,22 +299,26 @@ class RemoteRollouts:
         if self._process is not None:
             self._process.stop()
 
-    def _poll(self, path: str, on_progress: OnProgress) -> httpx.Response:
+    def _poll(self, path: str, on_progress: OnProgress, on_admission: OnAdmission) -> httpx.Response:
+        admissions = 0
         while True:
-            reply = self._call("GET", path, wait=POLL_SECONDS)
+            reply = self._call("GET", path, wait=POLL_SECONDS, after=admissions)
             if reply.status_code != httpx.codes.ACCEPTED:
                 return reply
             work = reply.json()
-            text = f"{work['drawn']} prompts drawn, {work['answers']} answers, {work['tokens']} tokens"
-            on_progress(work["kept"], work["needed"], text)
+            if "admission" in work:
+                on_admission(Admission(work["admission"], _servers(work)))
+                admissions += 1
+            else:
+                text = f"{work['drawn']} prompts drawn, {work['answers']} answers, {work['tokens']} tokens"
+                on_progress(work["kept"], work["needed"], text)
 
     def _call(
-        self, method: str, path: str, *, wait: float | None = None, json: object = None, content: bytes | None = None
+        self, method: str, path: str, *, json: object = None, content: bytes | None = None, **query: float
     ) -> httpx.Response:
         """Any reply but an error; a controller that is gone is noticed at once."""
-        params = None if wait is None else {"wait": wait}
         try:
-            reply = self._client.request(method, path, params=params, json=json, content=content)
+            reply = self._client.request(method, path, params=query, json=json, content=content)
         except httpx.TimeoutException:
             raise _gone(self.address, f"did not answer {method} {path} within {REPLY_TIMEOUT:g} s") from None
         except httpx.TransportError as error:
@@ -277,13 +339,17 @@ class Replay(NoServers):
     def __init__(self, folder: str | Path):
         self._journal = Journal(folder)
 
-    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader:
+    def wait(self, step: int, on_progress: OnProgress, on_admission: OnAdmission) -> BatchHeader:
         """The recorded header. Raises UserError when there is none."""
         return self._journal.read(step)[0]
 
     def tokens(self, step: int, responses: Int32) -> TokenBlock:
         """See `Rollouts.tokens`."""
         return select(*self._journal.read(step), responses)
+
+
+def _servers(reply: dict[str, Any]) -> tuple[Server, ...]:
+    return tuple(Server(**server) for server in reply["servers"])
 
 
 def _gone(address: Address, what: str) -> ControllerError:

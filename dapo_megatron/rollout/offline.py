@@ -1,7 +1,7 @@
 """Given pairs of answers in place of generated ones: rollouts without a process and without servers."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,9 +13,12 @@ from dapo_megatron.data.preferences import Pair, Pairs, load_pairs, tokenize_pai
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError
 from dapo_megatron.rollout.blocks import BatchTokens, build_batch, select
+from dapo_megatron.rollout.jobs import Admission
+from dapo_megatron.rollout.requests import Server
 from dapo_megatron.types import BatchHeader, Group, Int32, Prompt, Sample, TokenBlock
 
 OnProgress = Callable[[float, float, str], None]
+OnAdmission = Callable[[Admission], None]
 logger = logging.getLogger(__name__)
 
 
@@ -66,15 +69,30 @@ def open_offline(
 class NoServers:
     """What rollouts from given data share: nothing to start, to ask or to end."""
 
-    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
-        """No servers."""
-        return []
+    def wait_ready(self, on_progress: OnProgress) -> None:
+        """Nothing to wait for."""
 
-    def begin(self, step: int, version: int) -> None:
+    def begin(self, step: int, version: int, trained_version: int) -> None:
         """Nothing to start."""
 
-    def evaluate(self, name: str, on_progress: OnProgress) -> None:
+    def evaluate(self, name: str, on_progress: OnProgress, on_admission: OnAdmission) -> None:
         """Nothing can be generated."""
+
+    def begin_push(self, push: int, version: int) -> None:
+        """Nothing to hold."""
+
+    def servers_for_push(self, push: int, attempt: int) -> Sequence[Server]:
+        """No servers."""
+        return ()
+
+    def push_failed(self, push: int, attempt: int, id: str, reason: str) -> None:
+        """Nothing can fail."""
+
+    def push_done(self, push: int, attempt: int, seconds: float) -> None:
+        """Nothing goes on."""
+
+    def admitted(self, number: int, version: int, ids: Sequence[str], failed: Mapping[str, str]) -> None:
+        """Nothing joins."""
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +114,7 @@ class Offline(NoServers):
         self._pairs, self._cursor, self._pairs_per_step = pairs, cursor, pairs_per_step
         self._batch: tuple[BatchHeader, BatchTokens] | None = None
 
-    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader:
+    def wait(self, step: int, on_progress: OnProgress, on_admission: OnAdmission) -> BatchHeader:
         """The header of the step's batch; asking twice does no harm."""
         if self._batch is None or self._batch[0].step != step:
             self._batch = self._next_batch(step)

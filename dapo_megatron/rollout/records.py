@@ -4,10 +4,13 @@ Reading them proves that nothing was lost, trained twice or trained under weight
 """
 
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from dapo_megatron.types import Int32
 
 RECORDS = "events.jsonl"
 
@@ -34,3 +37,8 @@ def read_records(folder: str | Path) -> Iterator[dict[str, Any]]:
     for line in (Path(folder) / RECORDS).read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             yield orjson.loads(line)
+
+
+def digest(token_ids: Int32) -> str:
+    """32 hex digits that stand for an answer or a batch, int32 [T]."""
+    return blake2b(token_ids.tobytes(), digest_size=16).hexdigest()

@@ -27,8 +27,8 @@ def cost_stats(draws: Sequence[Draw], arch: Architecture, seconds: float) -> dic
         seconds: what the step's sampling took.
 
     Returns:
-        `flops/generated` and `flops/kept`: operations for all finished answers and for those trained on.
-        `seconds_dropped`: the seconds, shared out by tokens, that went into answers which are not trained on.
+        `flops/generated` and `flops/kept`: operations for the answers that the step finished, and for those of them
+        that are trained on. `seconds_dropped`: the seconds, shared out by tokens, that went into the others.
     """
     kept = [draw for draw in draws if draw.outcome == "kept"]
     generated = sum(draw.tokens for draw in draws)
@@ -41,8 +41,8 @@ def cost_stats(draws: Sequence[Draw], arch: Architecture, seconds: float) -> dic
 
 
 def _flops(draws: Sequence[Draw], arch: Architecture) -> float:
-    prompts = [len(draw.prompt.token_ids) for draw in draws for _ in draw.answers]
-    responses = [len(sample.token_ids) for draw in draws for sample in draw.answers]
+    prompts = [len(draw.prompt.token_ids) for draw in draws for _ in draw.new_answers]
+    responses = [len(sample.token_ids) for draw in draws for sample in draw.new_answers]
     return generation_flops(arch, np.array(prompts, dtype=np.int64), np.array(responses, dtype=np.int64))
 
 
@@ -78,7 +78,7 @@ class GroupReport:
             "prompt": self._text(draw.prompt),
             "right": sum(sample.correct for sample in draw.answers),
             "answers": len(draw.answers),
-            "tokens": draw.tokens,
+            "tokens": sum(len(sample.token_ids) for sample in draw.answers),
             "truncated": sum(sample.finish_reason == "length" for sample in draw.answers),
             "reasons": dict(Counter(sample.reason for sample in draw.answers)),
         }

@@ -44,6 +44,9 @@ class Generated:
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "partial")
 """Of an answer that has not begun."""
 
+UNKNOWN_VERSION = -1
+"""Of tokens of which nobody knows the weights."""
+
 
 @dataclass(frozen=True)
 class Server:
@@ -56,12 +59,19 @@ class Server:
 
 @dataclass(frozen=True, eq=False)
 class AnswerTask:
-    """One answer to `prompt`, which goes on after `so_far`. `request_id` is new for every attempt."""
+    """One answer to `prompt`, which goes on after `so_far`. `request_id` is new for every attempt.
+
+    `by_rule`: it is graded by the rule alone, as held-out answers are, also where training has a reward function.
+    `version` is that of the weights that the server has: keys and values of others are not used, and tokens of which
+    the server does not say the version, because the answer was cut off, are said to be of this one.
+    """
 
     request_id: str
     prompt: Prompt
     sampling: Sampling
     so_far: Generated = NOTHING
+    by_rule: bool = False
+    version: int = UNKNOWN_VERSION
 
 
 class RequestError(RuntimeError):
@@ -92,4 +102,8 @@ class Engine(Protocol):
 
     async def abort(self, server: Server, request_ids: Sequence[str]) -> None:
         """End requests; their `answer` raises RequestError of the kind `aborted`. Never raises."""
+        ...
+
+    def end_step(self, step: int) -> None:
+        """Let the graders sum up a step's failures (`Grader.end_step`)."""
         ...

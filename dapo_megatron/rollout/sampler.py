@@ -2,22 +2,26 @@
 
 Prompts are drawn ahead of what is known, their groups finish in any order, and the batch is the first N mixed groups
 in the order of the draws. Which groups are trained on therefore depends neither on speed nor on how many are in
-flight: taking what arrives first would train on short answers.
+flight: taking what arrives first trains on short answers (`selection: arrival` does, to compare).
 """
 
 import asyncio
 import math
 from bisect import insort
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from dapo_megatron.algorithm.group_filter import mixed_groups
 from dapo_megatron.config.rollout import RolloutConfig
 from dapo_megatron.data.cursor import PromptCursor
 from dapo_megatron.data.history import GroupResult, Verdict
+from dapo_megatron.rollout.blocks import version_runs
 from dapo_megatron.rollout.forecast import Coverage, Forecast, group_size
+from dapo_megatron.rollout.leftovers import Leftover, Leftovers
+from dapo_megatron.rollout.records import digest
+from dapo_megatron.rollout.requests import Generated
 from dapo_megatron.rollout.statistics import Draw, Outcome, batch_stats
 from dapo_megatron.types import Group, Prompt, Sample
 
@@ -42,14 +46,32 @@ class Progress:
         self.tokens += len(sample.token_ids)
 
 
-Generate = Callable[[Prompt, int, Callable[[Sample], None]], Awaitable[tuple[Sample, ...]]]
-"""Answers a prompt with a group of so many answers and calls back for each. Raises GroupFailedError; may be cancelled.
-"""
+@dataclass(frozen=True, eq=False)
+class GroupRequest:
+    """A group of `size` answers to `prompt`, which is draw number `draw` of the run (-1: of an evaluation).
+
+    `finished` and `partial` are answers of an earlier attempt, at most `size` in all: those that count as they are, and
+    those to go on with. `on_answer` is called for every answer that this attempt finishes. Where the attempt is
+    cancelled, `on_partial` is called once for every other answer that has begun, in an earlier attempt or in this one,
+    before the cancellation comes through.
+    """
+
+    draw: int
+    prompt: Prompt
+    size: int
+    on_answer: Callable[[Sample], None]
+    on_partial: Callable[[Generated], None]
+    finished: tuple[Sample, ...] = ()
+    partial: tuple[Generated, ...] = ()
+
+
+Generate = Callable[[GroupRequest], Awaitable[tuple[Sample, ...]]]
+"""Returns the whole group, `finished` first. Raises GroupFailedError; may be cancelled."""
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """Groups to train on, in draw order; the rollout's metrics; the cursor's state right after the last group.
+    """Groups to train on, in draw order; the rollout's metrics; the cursor's state right after the step's draws.
 
     `draws` are all draws of the step with what became of them. `exhausted`: the budget was used up before there were
     N groups.
@@ -62,11 +84,23 @@ class SampledBatch:
     exhausted: bool
 
 
-class Sampler:
-    """Samples one batch after the other. `max_answers` bounds the answers generated at the same time (None: no bound);
-    they are rounded up to whole groups.
+class Record(Protocol):
+    """Writes down that something happened."""
 
-    It changes how fast a batch is there, never which groups are in it.
+    def __call__(self, kind: str, **members: Any) -> None:
+        """As `Records.add`."""
+        ...
+
+
+def forget(kind: str, **members: Any) -> None:
+    """A Record that writes nothing."""
+
+
+class Sampler:
+    """Samples one batch after the other. `max_answers` says how many answers may be generated at the same time (None:
+    no bound); they are rounded up to whole groups.
+
+    It changes how fast a batch is there, never which groups are in it (but for `selection: arrival`).
     """
 
     def __init__(
@@ -75,39 +109,40 @@ class Sampler:
         cursor: PromptCursor,
         config: RolloutConfig,
         generate: Generate,
-        max_answers: int | None = None,
+        max_answers: Callable[[], int] | None = None,
     ):
         self._prompts = prompts
         self._cursor = cursor
         self._config = config
         self._generate = generate
         self._max_answers = max_answers
+        self._leftovers = Leftovers()
 
-    async def sample_batch(self, progress: Progress) -> SampledBatch:
+    async def sample_batch(self, progress: Progress, oldest: int = 0, record: Record = forget) -> SampledBatch:
         """Sample until N groups are certain or the budget is used up (`wait_next` renews it).
 
-        Whatever happens, no generation is left running; when it fails or is cancelled, the cursor stands where it was.
+        Answers that earlier steps left count if their weights are of version `oldest` or later. `record` is told of
+        every draw, answer and outcome. Whatever happens, no generation is left running; when it fails or is cancelled,
+        the cursor stands where it was.
         """
         started = monotonic()
         progress.needed = self._config.prompts_per_step
-        attempt = _Attempt(group_size(self._config, self._cursor.history.accuracy))
+        attempt = _Attempt(group_size(self._config, self._cursor.history.accuracy), oldest, progress, record)
         try:
-            await self._run(attempt, progress)
+            await self._run(attempt)
         except BaseException:
             await attempt.abort(attempt.running)
-            self._cursor.requeue(attempt.indices)
+            self._cursor.requeue(attempt.candidates)
             raise
-        return self._finish(attempt, progress, started)
+        return self._finish(attempt, started)
 
-    async def _run(self, attempt: "_Attempt", progress: Progress) -> None:
-        budget = self._config.prompt_budget
+    async def _run(self, attempt: "_Attempt") -> None:
+        budget, progress = self._config.prompt_budget, attempt.progress
         while True:
             if len(attempt.kept) >= progress.needed:
-                # Later draws cannot be in the batch any more; earlier ones can, so they are waited for.
-                last = attempt.kept[progress.needed - 1]
-                await attempt.abort(number for number in attempt.running if number > last)
-            self._draw_ahead(attempt, progress, budget)
-            progress.kept, progress.drawn = min(len(attempt.kept), progress.needed), len(attempt.indices)
+                await attempt.abort(self._needless(attempt))
+            self._draw_ahead(attempt, budget)
+            progress.kept, progress.drawn = min(len(attempt.kept), progress.needed), len(attempt.candidates)
             if attempt.running:
                 await asyncio.wait(attempt.running.values(), return_when=asyncio.FIRST_COMPLETED)
                 self._collect(attempt)
@@ -118,97 +153,168 @@ class Sampler:
             else:
                 return
 
-    def _draw_ahead(self, attempt: "_Attempt", progress: Progress, budget: int | None) -> None:
+    def _needless(self, attempt: "_Attempt") -> list[int]:
+        """Draws under way that cannot be in the batch any more; in draw order, those before its last still can."""
+        if self._config.selection == "arrival":
+            return list(attempt.running)
+        last = attempt.kept[attempt.progress.needed - 1]
+        return [number for number in attempt.running if number > last]
+
+    def _draw_ahead(self, attempt: "_Attempt", budget: int | None) -> None:
         """Have as many groups in flight as the groups still needed will probably take."""
-        missing = progress.needed - len(attempt.kept)
+        missing = attempt.progress.needed - len(attempt.kept)
         if missing <= 0:
             return
-        forecast = self._forecast(attempt.size, sum(attempt.accepted.values()), len(attempt.accepted))
+        forecast = self._forecast(attempt.size, attempt.mixed, len(attempt.finished))
         coverage = Coverage()
         for number in attempt.running:
-            coverage.add(forecast(attempt.indices[number]))
-        left = math.inf if budget is None else budget - len(attempt.indices)
-        groups = math.inf if self._max_answers is None else math.ceil(self._max_answers / attempt.size)
+            coverage.add(forecast(attempt.candidates[number].index))
+        left = math.inf if budget is None else budget - len(attempt.candidates)
+        groups = math.inf if self._max_answers is None else math.ceil(self._max_answers() / attempt.size)
         slots = min(left, groups - len(attempt.running))
         while slots > 0 and not coverage.reaches(missing):
             slots -= 1
-            coverage.add(forecast(self._draw(attempt, progress)))
+            coverage.add(forecast(self._draw(attempt)))
 
     def _forecast(self, size: int, mixed: int = 0, groups: int = 0) -> Forecast:
         return Forecast(self._cursor.history, size, self._config.dynamic_sampling, mixed, groups)
 
-    def _draw(self, attempt: "_Attempt", progress: Progress) -> int:
+    def _draw(self, attempt: "_Attempt") -> int:
+        """Draw a prompt and begin its group. Returns the prompt's index."""
         index = self._cursor.draw()
-        number = len(attempt.indices)
-        attempt.indices.append(index)
-        attempt.answers.append([])
-        task = self._sample_group(attempt, number, self._cursor.drawn - 1, progress)
-        attempt.running[number] = asyncio.ensure_future(task)
+        number, prompt = self._cursor.number, self._prompts[index]
+        attempt.record("draw", draw=number, prompt=prompt.id)
+        leftover = self._leftovers.take(number, prompt, attempt.size, attempt.oldest)
+        attempt.candidates[number] = _Candidate(number, index, prompt, leftover)
+        for sample in leftover.finished:
+            attempt.add_answer(number, sample, carried=True)
+        attempt.running[number] = asyncio.ensure_future(self._sample_group(attempt, attempt.candidates[number]))
         return index
 
-    async def _sample_group(self, attempt: "_Attempt", number: int, draw: int, progress: Progress) -> Group | None:
+    async def _sample_group(self, attempt: "_Attempt", candidate: "_Candidate") -> Group | None:
         """The complete group, or None when it failed."""
-        prompt = self._prompts[attempt.indices[number]]
-
-        def on_answer(sample: Sample) -> None:
-            attempt.answers[number].append(sample)
-            progress.add(sample)
-
+        number, prompt, finished = candidate.number, candidate.prompt, candidate.leftover.finished
+        if len(finished) == attempt.size:
+            return Group(number, prompt, finished)
+        request = GroupRequest(
+            draw=number,
+            prompt=prompt,
+            size=attempt.size,
+            on_answer=lambda sample: attempt.add_answer(number, sample, carried=False),
+            on_partial=candidate.partial.append,
+            finished=finished,
+            partial=candidate.leftover.partial,
+        )
         try:
-            return Group(draw, prompt, await self._generate(prompt, attempt.size, on_answer))
+            return Group(number, prompt, await self._generate(request))
         except GroupFailedError:
             return None
 
     def _collect(self, attempt: "_Attempt") -> None:
         for number in [number for number, task in attempt.running.items() if task.done()]:
-            group = attempt.running.pop(number).result()
-            attempt.finished[number] = group
-            accepted = group is not None and (not self._config.dynamic_sampling or is_mixed(group))
-            attempt.accepted[number] = accepted
-            if accepted:
+            candidate = attempt.candidates[number]
+            candidate.group = attempt.running.pop(number).result()
+            attempt.finished.append(number)
+            if candidate.group is None or (self._config.dynamic_sampling and not is_mixed(candidate.group)):
+                continue
+            attempt.mixed += 1
+            if self._config.selection == "arrival":
+                attempt.kept.append(number)
+            else:
                 insort(attempt.kept, number)
 
-    def _finish(self, attempt: "_Attempt", progress: Progress, started: float) -> SampledBatch:
-        kept = attempt.kept[: progress.needed]
-        exhausted = len(kept) < progress.needed
-        taken = len(attempt.indices) if exhausted else kept[-1] + 1
-        self._cursor.requeue(attempt.indices[taken:])
-        draws = self._draws(attempt, taken)
+    def _finish(self, attempt: "_Attempt", started: float) -> SampledBatch:
+        kept = attempt.kept[: attempt.progress.needed]
+        exhausted = len(kept) < attempt.progress.needed
+        taken = self._taken(attempt, None if exhausted else kept[-1])
+        put_back = [candidate for number, candidate in attempt.candidates.items() if number not in taken]
+        self._put_back(attempt, put_back)
+        candidates = [attempt.candidates[number] for number in sorted(taken)]
         forecast = self._forecast(attempt.size)
-        stats = batch_stats(draws) | {
-            "acceptance_forecast": sum(map(forecast, attempt.indices[:taken])) / taken,
+        draws = attempt.draws(set(kept), taken)
+        stats = batch_stats(draws, self._stopped(put_back)) | {
+            "acceptance_forecast": sum(forecast(candidate.index) for candidate in candidates) / len(candidates),
             "group_size": float(attempt.size),
         }
-        results = [_result(group) if (group := attempt.finished[n]) else None for n in range(taken)]
-        stats |= self._cursor.finish_step(results)
+        stats |= self._cursor.finish_step([_result(candidate.group) for candidate in candidates])
+        stats |= self._leftovers.end_step()
         stats["seconds"] = monotonic() - started
-        groups = tuple(group for number in kept if (group := attempt.finished[number]) is not None)
+        groups = tuple(group for number in sorted(kept) if (group := attempt.candidates[number].group) is not None)
         return SampledBatch(groups, draws, stats, self._cursor.state_dict(), exhausted)
 
-    def _draws(self, attempt: "_Attempt", taken: int) -> tuple[Draw, ...]:
-        first = self._cursor.drawn - taken
-        return tuple(
-            Draw(
-                first + number,
-                self._prompts[index],
-                _outcome(attempt, number, taken),
-                tuple(attempt.answers[number]),
-            )
-            for number, index in enumerate(attempt.indices)
-        )
+    def _taken(self, attempt: "_Attempt", last: int | None) -> set[int]:
+        """The draws that count: all up to the `last` that is kept; None: all."""
+        if last is None:
+            return set(attempt.candidates)
+        if self._config.selection == "arrival":
+            return set(attempt.finished[: attempt.finished.index(last) + 1])
+        return {number for number in attempt.candidates if number <= last}
+
+    def _stopped(self, candidates: Iterable["_Candidate"]) -> list[int]:
+        """Tokens of answers that were stopped because others were faster."""
+        if self._config.selection == "draw_order":
+            return []
+        lengths: list[int] = []
+        for candidate in candidates:
+            lengths += [len(sample.token_ids) for sample in candidate.answers]
+            lengths += [len(part.token_ids) for part in candidate.partial]
+        return lengths
+
+    def _put_back(self, attempt: "_Attempt", candidates: Collection["_Candidate"]) -> None:
+        self._cursor.requeue([candidate.number for candidate in candidates])
+        if self._config.partial_rollouts == "requeue":
+            return
+        for candidate in candidates:
+            # Of a failed group the answers that finished are the short ones: to keep them would prefer these.
+            if candidate.number not in attempt.finished or candidate.group is not None:
+                leftover = Leftover(tuple(candidate.answers), tuple(candidate.partial))
+                self._leftovers.keep(candidate.number, candidate.prompt, attempt.size, leftover)
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """A draw of the step and its group; `index` is the prompt's place in the data."""
+
+    number: int
+    index: int
+    prompt: Prompt
+    leftover: Leftover
+    answers: list[Sample] = field(default_factory=list)  # as they finish; the leftover's come first
+    partial: list[Generated] = field(default_factory=list)  # what there is of the others where the group was cancelled
+    group: Group | None = None  # complete
 
 
 class _Attempt:
-    """The draws of one batch, numbered from 0, each with a group of `size` answers."""
+    """The draws of one batch under their numbers, ascending, each with a group of `size` answers."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, oldest: int, progress: Progress, record: Record) -> None:
         self.size = size
-        self.indices: list[int] = []  # the prompt of each draw
-        self.answers: list[list[Sample]] = []  # of each draw, as they finish
+        self.oldest = oldest
+        self.progress = progress
+        self.record = record
+        self.candidates: dict[int, _Candidate] = {}
         self.running: dict[int, asyncio.Future[Group | None]] = {}
-        self.finished: dict[int, Group | None] = {}  # None: failed
-        self.accepted: dict[int, bool] = {}  # whether a finished draw's group can be trained on
-        self.kept: list[int] = []  # draws whose group can be trained on, ascending
+        self.finished: list[int] = []  # as they finish, failed ones too
+        self.mixed = 0  # of the finished ones, how many can be trained on
+        self.kept: list[int] = []  # those, in the order in which they are chosen from
+
+    def add_answer(self, number: int, sample: Sample, carried: bool) -> None:
+        """Count a finished answer of a draw; a `carried` one was counted in the step that finished it."""
+        answers = self.candidates[number].answers
+        versions, lengths = version_runs(sample.versions)
+        self.record(
+            "answer",
+            draw=number,
+            index=len(answers),
+            tokens=len(sample.token_ids),
+            versions=list(zip(versions.tolist(), lengths.tolist(), strict=True)),
+            digest=digest(sample.token_ids),
+            finish_reason=sample.finish_reason,
+            carried=carried,
+        )
+        answers.append(sample)
+        if not carried:
+            self.progress.add(sample)
 
     async def abort(self, numbers: Iterable[int]) -> None:
         """Cancel draws and wait until they have ended."""
@@ -216,6 +322,25 @@ class _Attempt:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def draws(self, kept: set[int], taken: set[int]) -> tuple[Draw, ...]:
+        """All draws, each with what became of it; recorded."""
+        draws = []
+        for number, candidate in self.candidates.items():
+            outcome = self._outcome(candidate, kept, taken)
+            self.record("outcome", draw=number, outcome=outcome)
+            carried = len(candidate.leftover.finished)
+            draws.append(Draw(number, candidate.prompt, outcome, tuple(candidate.answers), carried))
+        return tuple(draws)
+
+    def _outcome(self, candidate: _Candidate, kept: set[int], taken: set[int]) -> Outcome:
+        if candidate.number not in taken:
+            return "surplus" if candidate.number in self.finished else "aborted"
+        if candidate.group is None:
+            return "failed"
+        if candidate.number in kept:
+            return "kept"
+        return "all_right" if _verdict(candidate.group) == "solved" else "all_wrong"
 
 
 def is_mixed(group: Group) -> bool:
@@ -230,17 +355,7 @@ def _verdict(group: Group) -> Verdict:
     return "solved" if all(sample.correct for sample in group.samples) else "unsolvable"
 
 
-def _result(group: Group) -> GroupResult:
-    return GroupResult(sum(sample.correct for sample in group.samples), len(group.samples), _verdict(group))
-
-
-def _outcome(attempt: _Attempt, number: int, taken: int) -> Outcome:
-    """What became of a draw, when the first `taken` count and those after them go back."""
-    if number >= taken:
-        return "surplus" if number in attempt.finished else "aborted"
-    group = attempt.finished[number]
+def _result(group: Group | None) -> GroupResult | None:
     if group is None:
-        return "failed"
-    if attempt.accepted[number]:
-        return "kept"
-    return "all_right" if _verdict(group) == "solved" else "all_wrong"
+        return None
+    return GroupResult(sum(sample.correct for sample in group.samples), len(group.samples), _verdict(group))

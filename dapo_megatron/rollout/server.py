@@ -5,6 +5,7 @@ dependencies: this file also starts servers in an environment that holds only vL
 """
 
 import contextlib
+import functools
 import http.client
 import importlib.util
 import os
@@ -13,11 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dapo_megatron.checkpoint import is_megatron
 from dapo_megatron.errors import UserError
@@ -123,6 +124,13 @@ def check_vllm(python: str) -> None:
     runs_on_cpu(python)
 
 
+@functools.cache
+def check_gpu_servers(python: str | None, why: str) -> None:
+    """Raises UserError with the text `why` if the vLLM of `python` (None: this one) is a CPU build."""
+    if runs_on_cpu(python):
+        raise UserError(why)
+
+
 def _ask_python(python: str) -> bool:
     """`runs_on_cpu` of another Python, which needs our package as well."""
     question = "from dapo_megatron.rollout.server import runs_on_cpu; print(runs_on_cpu())"
@@ -166,13 +174,16 @@ def start_server(
     token: str,
     first_gpu: int | None = None,
     routed_experts: bool = False,
+    dummy_weights: bool = False,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> Server:
     """Starts server number `index` of `model` (a folder) on `port` (None: a free one) and returns at once.
 
     Sequences have at most `max_model_len` tokens. The server samples with `seed` + `index`, so that no two
     of a fleet repeat each other. Its GPUs are `fleet.tensor` x `fleet.pipeline` from number `first_gpu` of those that
     this process sees; None: it sees them all. With `routed_experts` its answers say which experts each token went to.
-    It dies with the calling process, and also when the calling *thread* ends
+    With `dummy_weights` it reads no weights: they are pushed before anything is generated. `hf_overrides` replace
+    entries of the model's config.json. It dies with the calling process, and also when the calling *thread* ends
     (Linux counts that as the parent's death), so call this from a thread that lives as long as the server.
     Raises UserError if vLLM is missing, the port is taken, or there are too few GPUs.
     """
@@ -189,6 +200,8 @@ def start_server(
         seed=seed + index,
         on_cpu=on_cpu,
         routed_experts=routed_experts,
+        dummy_weights=dummy_weights,
+        hf_overrides=hf_overrides,
     )
     environment = server_environment(dict(os.environ), fleet=fleet, token=token, on_cpu=on_cpu)
     if first_gpu is not None and not on_cpu:
@@ -216,6 +229,8 @@ def server_arguments(
     seed: int,
     on_cpu: bool,
     routed_experts: bool = False,
+    dummy_weights: bool = False,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Arguments of vLLM's API server; `fleet.extra_args` come last and win."""
     flags = server_flags(
@@ -232,9 +247,11 @@ def server_arguments(
         pipeline=fleet.pipeline,
         expert_parallel=fleet.expert_parallel,
         routed_experts=routed_experts,
-        sleep=fleet.mode == "colocated",
+        # A CPU build refuses the flag; it takes and ignores the requests without it.
+        sleep=fleet.mode == "colocated" and not on_cpu,
         # vLLM cannot read Megatron's files; the trainer pushes the weights before anything is generated.
-        dummy_weights=is_megatron(model),
+        dummy_weights=dummy_weights or is_megatron(model),
+        hf_overrides=hf_overrides,
         # Compiling for a CPU takes a minute and gains nothing for a run of minutes.
         eager=on_cpu,
         kv_cache_bytes=int(fleet.kv_cache_gb * 2**30) if on_cpu else None,
@@ -290,6 +307,11 @@ def stop_server(server: Server, grace: float = STOP_GRACE) -> None:
         server.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(grace)
+    kill_server(server)
+
+
+def kill_server(server: Server) -> None:
+    """Kills `server` and every process it started, at once, also where they are stopped (SIGSTOP)."""
     _kill_session(server.process.pid)
     server.process.wait()
 

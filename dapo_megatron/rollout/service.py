@@ -1,11 +1,16 @@
-"""The controller's HTTP interface, and the batches and evaluations behind it.
+"""The controller's HTTP interface, and the batches, evaluations, pushes and admissions behind it.
 
-    GET  /status?wait=SECONDS        `Status`, at once when starting has ended
-    POST /batches/STEP               start sampling; the body names the weight version
-    GET  /batches/STEP?wait=SECONDS  200: the header; 202: progress; 409: the run shall stop
-    POST /batches/STEP/tokens        int32 response indices -> a token block
-    POST /evaluations/NAME           start an evaluation
-    GET  /evaluations/NAME?wait=S    200: its result; 202: progress
+    GET  /status?wait=SECONDS               `Status`, at once when starting has ended
+    POST /batches/STEP                      queue the sampling; the body names the weight versions
+    GET  /batches/STEP?wait=S&after=N       200: the header; 202: progress, or admission N; 409: the run shall stop
+    POST /batches/STEP/tokens               int32 response indices -> a token block
+    POST /evaluations/NAME                  start an evaluation
+    GET  /evaluations/NAME?wait=S&after=N   200: its result; 202: as above
+    POST /pushes/NUMBER                     hold the fleet for the weights that the body names
+    GET  /pushes/NUMBER?attempt=N&wait=S    200: the servers of the attempt; 202: not yet
+    POST /pushes/NUMBER/failed              a server failed in an attempt: the next one has the rest
+    POST /pushes/NUMBER/done                the servers of an attempt have the weights
+    POST /admissions/NUMBER/done            the servers of an admission have the weights, or failed
 
 Every request needs the bearer token. A failure is a 500 with `error`, and `user`: whether the user can correct it.
 """
@@ -14,59 +19,39 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
 
+from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
-from dapo_megatron.rollout.blocks import BatchTokens, encode_block, encode_header, select
+from dapo_megatron.rollout.blocks import encode_block, encode_header, select
+from dapo_megatron.rollout.jobs import Admissions, Batches, BudgetExhaustedError, Job, Work
+from dapo_megatron.rollout.pushes import HoldMode, Pushes, Servers
+from dapo_megatron.rollout.records import Records
+from dapo_megatron.rollout.requests import Server
 from dapo_megatron.rollout.sampler import Progress
-from dapo_megatron.types import BatchHeader
 
+__all__ = ["BudgetExhaustedError", "Service", "Status"]
 logger = logging.getLogger(__name__)
 
-KEPT_BATCHES = 2
 LONGEST_WAIT = 60.0
 UNBEGUN_WAIT = 0.2
 """Seconds after which to ask again for what another rank has not begun yet."""
 
+POLL_SECONDS = 0.2
+
 T = TypeVar("T")
-
-
-class BudgetExhaustedError(Exception):
-    """The prompt budget is used up and the run is configured to end then; the text says so."""
-
-
-class Work(Protocol):
-    """What the controller does once its servers are healthy."""
-
-    async def sample(self, step: int, version: int, progress: Progress) -> tuple[BatchHeader, BatchTokens]:
-        """The batch of a step. Raises BudgetExhaustedError."""
-        ...
-
-    async def evaluate(self, progress: Progress) -> dict[str, Any]:
-        """The result of an evaluation, JSON-able."""
-        ...
-
-
-@dataclass
-class Job(Generic[T]):
-    """Something under way, its progress, and what it was asked for with."""
-
-    task: "asyncio.Task[T]"
-    progress: Progress
-    version: int = 0
 
 
 @dataclass
 class Status:
     """`state` is starting, ready or failed; `user`: the user can correct the error.
 
-    `healthy` of `total` servers have started; `message` is a log line of one that has not. `servers` are pairs of URL
-    and token, once all are there.
+    `healthy` of `total` servers have started; `message` is a log line of one that has not.
     """
 
     state: str = "starting"
@@ -75,7 +60,18 @@ class Status:
     healthy: int = 0
     total: int = 0
     message: str = ""
-    servers: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Running:
+    """What there is once the servers have started."""
+
+    work: Work
+    servers: Servers
+    records: Records
+    batches: Batches
+    admissions: Admissions
+    pushes: Pushes
 
 
 class Service:
@@ -84,18 +80,28 @@ class Service:
     def __init__(self, token: str):
         self.status = Status()
         self._token = token
-        self._work: Work | None = None
+        self._running: Running | None = None
         self._started = asyncio.Event()  # ready or failed
         self._failed = asyncio.Event()
-        self._batches: dict[int, Job[tuple[BatchHeader, BatchTokens]]] = {}
         self._evaluations: dict[str, Job[dict[str, Any]]] = {}
 
-    def ready(self, work: Work, servers: list[tuple[str, str]]) -> None:
-        """Accept batches and evaluations from now on."""
-        self._work = work
-        self.status.servers = servers
+    def ready(self, config: Config, work: Work, servers: Servers, records: Records) -> None:
+        """Accept batches, evaluations and pushes from now on."""
+        batches = Batches(work, config.rollout.staleness_bound, self.fail)
+
+        async def settled() -> None:
+            if config.rollout.pipeline == "one_step_off":
+                await batches.settled(servers.any_ready, POLL_SECONDS)
+
+        mode: HoldMode = config.fleet.on_push if config.rollout.pipeline == "async" else "wait"
+        pushes = Pushes(servers, mode, settled, self.fail)
+        self._running = Running(work, servers, records, batches, Admissions(servers.joining), pushes)
         self.status.state = "ready"
         self._started.set()
+
+    def show(self, healthy: int, total: int, message: str) -> None:
+        """Tell those who wait for the start how far it is; see `Status`."""
+        self.status.healthy, self.status.total, self.status.message = healthy, total, message
 
     def fail(self, error: BaseException) -> None:
         """Answer everything with this error from now on, those that wait included. The first error counts."""
@@ -109,8 +115,10 @@ class Service:
 
     async def close(self) -> None:
         """Cancel all that is under way."""
-        tasks: list[asyncio.Task[Any]] = [job.task for job in self._batches.values()]
-        tasks += [job.task for job in self._evaluations.values()]
+        tasks: list[asyncio.Task[Any]] = [job.task for job in self._evaluations.values()]
+        if (running := self._running) is not None:
+            tasks += [job.task for job in running.batches.jobs.values()]
+            tasks += running.pushes.tasks
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -126,6 +134,11 @@ class Service:
                 web.post(r"/batches/{step:\d+}/tokens", self._get_tokens),
                 web.post("/evaluations/{name}", self._begin_evaluation),
                 web.get("/evaluations/{name}", self._get_evaluation),
+                web.post(r"/pushes/{number:\d+}", self._begin_push),
+                web.get(r"/pushes/{number:\d+}", self._get_push),
+                web.post(r"/pushes/{number:\d+}/failed", self._push_failed),
+                web.post(r"/pushes/{number:\d+}/done", self._push_done),
+                web.post(r"/admissions/{number:\d+}/done", self._admitted),
             ]
         )
         return app
@@ -159,30 +172,24 @@ class Service:
         return web.json_response(asdict(self.status))
 
     async def _begin_batch(self, request: web.Request) -> web.Response:
-        step, version = int(request.match_info["step"]), int((await request.json())["version"])
-        running = self._batches.get(step)
-        if running is not None:
-            if running.version != version:
-                return _refused(f"the batch of step {step} was begun with version {running.version}, not {version}")
-            return web.json_response({})
-        if any(not job.task.done() for job in self._batches.values()):
-            return _refused(f"the batch of step {step} cannot begin before the one under way is complete")
-        progress = Progress()
-        task = asyncio.create_task(self._ready_work().sample(step, version, progress))
-        self._batches[step] = Job(task, progress, version)
-        for old in sorted(self._batches)[:-KEPT_BATCHES]:
-            del self._batches[old]
+        versions = await request.json()
+        try:
+            self._now().batches.begin(_number(request, "step"), int(versions["version"]), int(versions["trained"]))
+        except ValueError as error:
+            return _refused(str(error))
         return web.json_response({})
 
     async def _get_batch(self, request: web.Request) -> web.Response:
-        job = await self._finished(self._batches, int(request.match_info["step"]), _wait(request))
-        if job is None or not job.task.done():
-            return _progress(job)
-        header, _ = job.task.result()
+        step, batches = _number(request, "step"), self._now().batches
+        reply = await self._unfinished(batches.jobs, step, request)
+        if reply is not None:
+            return reply
+        header, _ = batches.jobs[step].task.result()
+        batches.forget_before(step - 1)  # every rank has the tokens of the one before the last
         return web.Response(body=await asyncio.to_thread(encode_header, header))
 
     async def _get_tokens(self, request: web.Request) -> web.Response:
-        job = self._batches.get(int(request.match_info["step"]))
+        job = self._now().batches.jobs.get(_number(request, "step"))
         if job is None or not job.task.done():
             return _refused(f"there is no complete batch of step {request.match_info['step']}")
         header, tokens = job.task.result()
@@ -197,22 +204,34 @@ class Service:
         name = request.match_info["name"]
         if name not in self._evaluations:
             progress = Progress()
-            self._evaluations[name] = Job(asyncio.create_task(self._ready_work().evaluate(progress)), progress)
+            self._evaluations[name] = Job(asyncio.create_task(self._now().work.evaluate(progress)), progress)
         return web.json_response({})
 
     async def _get_evaluation(self, request: web.Request) -> web.Response:
-        job = await self._finished(self._evaluations, request.match_info["name"], _wait(request))
-        if job is None or not job.task.done():
-            return _progress(job)
-        return web.json_response(job.task.result())
+        name = request.match_info["name"]
+        reply = await self._unfinished(self._evaluations, name, request)
+        return reply or web.json_response(self._evaluations[name].task.result())
 
-    async def _finished(self, jobs: dict[Any, Job[T]], key: object, wait: float) -> Job[T] | None:
-        """The job, after it has finished or `wait` seconds; None if nobody has begun it yet.
+    async def _unfinished(self, jobs: dict[Any, Job[T]], key: object, request: web.Request) -> web.Response | None:
+        """What to reply of a job that a rank waits for: its next admission or progress; None once it has a result.
 
         Raises:
             RuntimeError: when the controller fails meanwhile.
         """
-        job = jobs.get(key)
+        job, after = jobs.get(key), int(request.query.get("after", 0))
+        if job is not None:
+            self._now().admissions.offer(job)
+        if job is None or len(job.admissions) <= after:
+            await self._finished(job, _wait(request))
+        if job is not None and len(job.admissions) > after:
+            admission = job.admissions[after]
+            return web.json_response({"admission": admission.number, "servers": _told(admission.servers)}, status=202)
+        if job is None or not job.task.done():
+            return web.json_response(asdict(job.progress if job else Progress()), status=202)
+        return None
+
+    async def _finished(self, job: Job[Any] | None, wait: float) -> None:
+        """Wait until a job has finished, at most `wait` seconds; None: nobody has begun it yet."""
         failure = asyncio.ensure_future(self._failed.wait())
         awaited = [failure, job.task] if job else [failure]
         timeout = wait if job else min(wait, UNBEGUN_WAIT)
@@ -222,20 +241,57 @@ class Service:
             failure.cancel()
         if self._failed.is_set():
             raise RuntimeError(self.status.error)
-        return job
 
-    def _ready_work(self) -> Work:
-        if self._work is None:
+    async def _begin_push(self, request: web.Request) -> web.Response:
+        self._now().pushes.begin(_number(request), int((await request.json())["version"]))
+        return web.json_response({})
+
+    async def _get_push(self, request: web.Request) -> web.Response:
+        attempt = int(request.query["attempt"])
+        servers = await self._now().pushes.servers(_number(request), attempt, _wait(request))
+        if self._failed.is_set():
+            raise RuntimeError(self.status.error)
+        if servers is None:
+            return web.json_response({}, status=202)
+        return web.json_response({"servers": _told(servers)})
+
+    async def _push_failed(self, request: web.Request) -> web.Response:
+        told = await request.json()
+        self._now().pushes.failed(_number(request), told["attempt"], told["id"], told["reason"])
+        return web.json_response({})
+
+    async def _push_done(self, request: web.Request) -> web.Response:
+        told, running = await request.json(), self._now()
+        version, servers = running.pushes.done(_number(request), told["attempt"])
+        running.records.add("push", version=version, servers=[server.id for server in servers], seconds=told["seconds"])
+        return web.json_response({})
+
+    async def _admitted(self, request: web.Request) -> web.Response:
+        told, running = await request.json(), self._now()
+        admission = running.admissions.close(_number(request))
+        for server in admission.servers if admission else ():
+            if server.id in told["ids"]:
+                running.servers.admitted(server, told["version"])
+            elif (reason := told["failed"].get(server.id)) is not None:
+                running.servers.failed(server.id, reason)
+        return web.json_response({})
+
+    def _now(self) -> Running:
+        if self._running is None:
             raise RuntimeError("the controller was asked for work before its servers were healthy")
-        return self._work
+        return self._running
+
+
+def _number(request: web.Request, name: str = "number") -> int:
+    return int(request.match_info[name])
 
 
 def _wait(request: web.Request) -> float:
     return min(float(request.query.get("wait", 0)), LONGEST_WAIT)
 
 
-def _progress(job: Job[Any] | None) -> web.Response:
-    return web.json_response(asdict(job.progress if job else Progress()), status=202)
+def _told(servers: Sequence[Server]) -> list[dict[str, str]]:
+    return [asdict(server) for server in servers]
 
 
 def _refused(reason: str) -> web.Response:

@@ -6,19 +6,30 @@ Replies are not trusted: whatever lacks the expected shape raises ReplyError, no
 
 import base64
 import binascii
+import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlencode
 
+from dapo_megatron.errors import UserError
+
+if TYPE_CHECKING:  # it imports numpy
+    from dapo_megatron.rollout.requests import Sampling
+
 # Minor versions whose recorded replies the contract tests read.
-TESTED = ("0.29", "0.31", "0.32")
+TESTED = ("0.32",)
+# The first whose answers say which weights their tokens are of, and whose streams always say that they were aborted.
+OLDEST = (0, 32)
 
 GENERATE = "/inference/v1/generate"
-ABORT = "/inference/v1/abort_requests"
+ABORT = "/abort_requests"
 HEALTH = "/health"
 VERSION = "/version"
+MODELS = "/v1/models"
+METRICS = "/metrics"
 PAUSE = "/pause"
 RESUME = "/resume"
 IS_PAUSED = "/is_paused"
@@ -50,41 +61,15 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
 class ReplyError(ValueError):
-    """A reply that is not what vLLM sends, or that reports an error; the text says what is wrong with it."""
+    """A reply that is not what vLLM sends, or that reports an error; the text says what is wrong with it.
 
+    `code` is the HTTP status of an error that a stream reports: its own was 200, whatever happens later. 400 means that
+    the request can never succeed.
+    """
 
-class SamplingSettings(Protocol):
-    """The fields of `rollout.requests.Sampling`, which this module cannot import."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of the whole answer."""
-        ...
-
-    @property
-    def temperature(self) -> float:
-        """0 is greedy."""
-        ...
-
-    @property
-    def top_p(self) -> float:
-        """1 keeps all tokens."""
-        ...
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer and stay in it, beside the model's end token."""
-        ...
-
-    @property
-    def ignore_eos(self) -> bool:
-        """Whether the model's end token is a token like others."""
-        ...
-
-    @property
-    def seed(self) -> int | None:
-        """Makes one request repeatable."""
-        ...
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -113,27 +98,48 @@ class Chunk:
 
 def generate_body(
     prompt_ids: Sequence[int],
-    sampling: SamplingSettings,
+    sampling: "Sampling",
     request_id: str,
     *,
+    vocabulary: int,
     received: Sequence[int] = (),
+    cache_salt: str | None = None,
     stream: bool = False,
 ) -> dict[str, Any]:
-    """Body of GENERATE. An answer of which `received` tokens arrived already is continued: these count as prompt, the
-    rest of `max_tokens` is asked for. Raises ValueError if nothing is left to ask for.
+    """Body of GENERATE.
+
+    An answer ends early, with "length", where prompt and answer reach the server's --max-model-len; a prompt that
+    leaves no room at all is refused (400).
+
+    Args:
+        prompt_ids: [P]
+        sampling: how to sample, for the whole answer.
+        request_id: unlike that of any request still running: ABORT would end both.
+        vocabulary: ids are below it.
+        received: tokens of the answer that arrived already: they count as prompt, the rest of `max_tokens` is asked.
+        cache_salt: the prefix cache serves only what was computed under the same salt. With the label of the weights,
+            no keys and values of other weights are used, even while the cache cannot be reset.
+        stream: for a stream of messages that `parse_chunk` reads, instead of one that `parse_answer` reads.
+
+    Raises:
+        ValueError: nothing is left to ask for, or an id is not in the vocabulary (such a request ends vLLM's engine).
     """
     rest = sampling.max_tokens - len(received)
     if rest < 1:
         raise ValueError(f"request {request_id} has all of its {sampling.max_tokens} tokens already")
+    token_ids = [*prompt_ids, *received]
+    if not token_ids or min(token_ids) < 0 or max(token_ids) >= vocabulary:
+        raise ValueError(f"request {request_id}: token ids are not all from 0 to {vocabulary - 1}, or there are none")
     return {
         "request_id": request_id,
-        "token_ids": [*prompt_ids, *received],
+        "token_ids": token_ids,
+        "cache_salt": cache_salt,
         "sampling_params": _sampling_params(sampling, rest, len(received)),
         "stream": stream,
     }
 
 
-def _sampling_params(sampling: SamplingSettings, max_tokens: int, received: int) -> dict[str, Any]:
+def _sampling_params(sampling: "Sampling", max_tokens: int, received: int) -> dict[str, Any]:
     """vLLM's sampling parameters, every one of them spelled out: a default may come from the model's folder."""
     return {
         "n": 1,
@@ -161,17 +167,32 @@ def _sampling_params(sampling: SamplingSettings, max_tokens: int, received: int)
 
 
 def abort_body(request_ids: Iterable[str]) -> dict[str, Any]:
-    """Body of ABORT for requests by the ids that `generate_body` was given."""
-    return {"request_ids": [REQUEST_PREFIX + request_id for request_id in request_ids]}
+    """Body of ABORT for requests by the ids that `generate_body` was given; at least one.
+
+    They end with what there is, and finish_reason "abort". Ids that are not known are ignored.
+    """
+    ids = [REQUEST_PREFIX + request_id for request_id in request_ids]
+    if not ids:
+        raise ValueError("an empty list would abort all requests of the server")
+    return {"request_ids": ids}
 
 
-def pause_path(mode: PauseMode) -> str:
-    """PAUSE with its query: what happens to the requests under way."""
-    return f"{PAUSE}?{urlencode({'mode': mode})}"
+def pause_path(mode: PauseMode, *, clear_cache: bool) -> str:
+    """PAUSE with its query. Requests that come now wait for RESUME.
+
+    Those under way end with finish_reason "abort", are waited for, or (keep) stop and go on after RESUME: with the
+    keys and values they have, or with `clear_cache` with new ones, computed by the weights of then.
+    """
+    return f"{PAUSE}?{urlencode({'mode': mode, 'clear_cache': str(clear_cache).lower()})}"
 
 
 def reset_prefix_cache_path(*, running: bool) -> str:
-    """RESET_PREFIX_CACHE with its query; `running`: requests under way give up their keys and values, too."""
+    """RESET_PREFIX_CACHE with its query.
+
+    Requests under way, paused ones included, hold blocks: with `running` they give them up and compute them again, else
+    the reset fails (`parse_reset` is False). A server that returns routed experts must be paused with "keep" for
+    `running`.
+    """
     return f"{RESET_PREFIX_CACHE}?{urlencode({'reset_running_requests': str(running).lower()})}"
 
 
@@ -239,7 +260,9 @@ def parse_answer(message: Any, *, max_tokens: int, vocabulary: int) -> tuple[lis
 
 def _only_choice(message: Any) -> dict[str, Any]:
     if isinstance(message, dict) and "error" in message:
-        raise ReplyError(f"the server reports an error: {error_text(message)}")
+        error = message["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        raise ReplyError(f"the server reports an error: {error_text(message)}", code if type(code) is int else None)
     choices = _field(message, "choices", list)
     if len(choices) != 1 or not isinstance(choices[0], dict):
         raise ReplyError(f"a reply has {len(choices)} choices where one object was expected")
@@ -341,13 +364,44 @@ def parse_server_version(reply: Any) -> str:
     return str(_field(reply, "version", str))
 
 
+def parse_model_length(reply: Any) -> int:
+    """Most tokens of a sequence, prompt and answer, from the reply of MODELS."""
+    models = _field(reply, "data", list)
+    if len(models) != 1:
+        raise ReplyError(f"the server has {len(models)} models instead of one")
+    return int(_field(models[0], "max_model_len", int))
+
+
 def parse_rpc(reply: Any) -> list[Any]:
     """What each worker's method returned."""
     return list(_field(reply, "results", list))
 
 
-def check_status(reply: Any, expected: Literal["paused", "resumed", "sleeping", "awake"]) -> None:
-    """Raises ReplyError unless the reply of PAUSE, RESUME, SLEEP or WAKE_UP says that it is done."""
+@dataclass(frozen=True)
+class Activity:
+    """What a server does: requests that run and that wait, and the share of its KV cache in use. None: not said."""
+
+    running: int | None
+    waiting: int | None
+    kv_cache: float | None  # from 0 to 1
+
+
+def parse_metrics(text: str) -> Activity:
+    """What METRICS says, in the format of Prometheus; summed over engines, the KV cache of the fullest."""
+    values: dict[str, list[float]] = {"num_requests_running": [], "num_requests_waiting": [], "kv_cache_usage_perc": []}
+    try:
+        for name, value in re.findall(r"^vllm:(\w+)(?:\{.*\})? ([0-9.eE+-]+)$", text, re.MULTILINE):
+            if name in values:
+                values[name].append(float(value))
+        running, waiting, kv_cache = values.values()
+        counts = [int(sum(numbers)) if numbers else None for numbers in (running, waiting)]
+    except (ValueError, OverflowError):
+        raise ReplyError("a metric is not a finite number") from None
+    return Activity(counts[0], counts[1], max(kv_cache, default=None))
+
+
+def check_status(reply: Any, expected: Literal["aborted", "paused", "resumed", "sleeping", "awake"]) -> None:
+    """Raises ReplyError unless the reply of ABORT, PAUSE, RESUME, SLEEP or WAKE_UP says that it is done."""
     status = _field(reply, "status", str)
     if status != expected:
         raise ReplyError(f"status is {status[:80]!r} instead of {expected!r}")
@@ -373,11 +427,20 @@ def _field(value: Any, name: str, kind: type) -> Any:
 
 
 def warn_if_untested(version: str) -> str | None:
-    """A warning for a vLLM `version` (such as 0.33.1) whose replies the contract tests do not read; else None."""
-    minor = ".".join(version.split(".")[:2])
-    if minor in TESTED:
+    """A warning for a vLLM `version` (such as 0.33.1) whose replies the contract tests do not read; else None.
+
+    Raises UserError if the version is known to lack something.
+    """
+    numbers = version.split(".")[:2]
+    if all(number.isdecimal() for number in numbers) and tuple(map(int, numbers)) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UserError(
+            f"vLLM {version} does not say which weights sampled a token: install vLLM {oldest} or later in the "
+            "environment of the servers (fleet.python)"
+        )
+    if ".".join(numbers) in TESTED:
         return None
-    return f"vLLM {version} was not tested with this package, {', '.join(TESTED)} were: its replies may differ"
+    return f"vLLM {version} was not tested with this package (tested: {', '.join(TESTED)}): its replies may differ"
 
 
 def server_flags(
@@ -397,6 +460,7 @@ def server_flags(
     routed_experts: bool,
     sleep: bool,
     dummy_weights: bool,
+    hf_overrides: Mapping[str, Any] | None,
     eager: bool,
     kv_cache_bytes: int | None,
     gpu_memory_utilization: float | None,
@@ -416,6 +480,7 @@ def server_flags(
     flags += ["--weight-transfer-config", '{"backend": "dapo"}']
     flags += ["--worker-extension-cls", "dapo_megatron.sync.receiver.ReceiverExtension"]
     flags += ["--load-format", "dummy"] if dummy_weights else []
+    flags += ["--hf-overrides", json.dumps(hf_overrides)] if hf_overrides else []
     if kv_cache_bytes is not None:
         flags += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     if gpu_memory_utilization is not None:

@@ -1,75 +1,82 @@
-"""How weights are laid out on the wire: the same arithmetic on both sides of a push."""
+"""Buckets as bytes in memory, and the hash that proves that they arrived: the same on both sides of a push."""
 
-import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# Every tensor starts at a multiple of this many bytes, so that a slice of the flat buffer can be
-# viewed as any dtype without a copy.
-ALIGNMENT = 16
+from dapo_megatron.sync.wire import Bucket, Stretch
+
+WORD = 8  # bytes
+BLOCK = 1 << 18  # words that are hashed at a time: few enough for a processor's cache, enough for a GPU
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, dtype and shape of one tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+def views(bucket: Bucket, buffer: Tensor) -> list[tuple[Stretch, Tensor]]:
+    """The stretches inside `buffer` (uint8, at least [bucket.nbytes]), each of its own size, without a copy."""
+    return [
+        (stretch, buffer[start : start + stretch.nbytes].view(getattr(torch, stretch.dtype)).view(stretch.size))
+        for stretch, start in zip(bucket.stretches, bucket.offsets, strict=True)
+    ]
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors that travel together in one flat uint8 buffer of `nbytes` bytes."""
-
-    specs: tuple[TensorSpec, ...]
-    offsets: tuple[int, ...]
-    nbytes: int
-
-    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
-        """The named tensors inside `buffer` (uint8, at least [nbytes]), without a copy."""
-        return [
-            (spec.name, buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape))
-            for spec, start in zip(self.specs, self.offsets, strict=True)
-        ]
+def hashes(tensors: Sequence[Tensor]) -> list[int]:
+    """The hash of each tensor's bytes, see `tensor_hash`; one transfer from the device for all."""
+    if not tensors:
+        return []
+    return torch.stack([_hash(tensor) for tensor in tensors]).tolist()
 
 
-def pack(specs: Iterable[TensorSpec], limit: int) -> list[Bucket]:
-    """Cuts `specs`, in their order, into buckets of at most `limit` bytes.
+def tensor_hash(tensor: Tensor) -> int:
+    """A hash, int64, of the tensor's bytes in row-major order; any dtype, device and strides.
 
-    A tensor larger than `limit` has a bucket of its own.
+    The sum, modulo 2^64, of the tensor's 64-bit words, each times an odd number that belongs to its place, and of the
+    number of bytes times another. An odd factor is invertible modulo 2^64: a word that changes alone always changes
+    the sum. Of any other change a share of about 2^-64 goes unseen, if it does not know the factors: this is for
+    faults, not for an attacker.
     """
-    buckets: list[Bucket] = []
-    members: list[TensorSpec] = []
-    offsets: list[int] = []
-    end = 0
-    for spec in specs:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if members and start + spec.nbytes > limit:
-            buckets.append(Bucket(tuple(members), tuple(offsets), end))
-            members, offsets, start = [], [], 0
-        members.append(spec)
-        offsets.append(start)
-        end = start + spec.nbytes
-    if members:
-        buckets.append(Bucket(tuple(members), tuple(offsets), end))
-    return buckets
+    return hashes([tensor])[0]
 
 
-def tensor_hash(tensor: Tensor) -> str:
-    """SHA-256 (hex) of the tensor's bytes in row-major order; any dtype, device and strides."""
+def _hash(tensor: Tensor) -> Tensor:
+    """int64 [], on the tensor's device."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.cpu().numpy().data).hexdigest()
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    factors = _factors(flat.device)
+    nbytes = flat.numel()
+    total = factors[0] * nbytes
+    whole = nbytes // WORD * WORD
+    words = flat[:whole].view(torch.int64)
+    scratch = torch.empty(min(BLOCK, len(words)), dtype=torch.int64, device=flat.device)
+    for block in words.split(BLOCK):
+        products = torch.mul(block, factors[: len(block)], out=scratch[: len(block)])
+        total = total * factors[1] + products.sum()  # the powers of an odd number are odd, too
+    if whole < nbytes:
+        tail = flat.new_zeros(WORD)
+        tail[: nbytes - whole] = flat[whole:]
+        total = total * factors[1] + tail.view(torch.int64)[0] * factors[2]
+    return total
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bfloat16`; `getattr(torch, name)` is the way back."""
-    return str(dtype).removeprefix("torch.")
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Odd numbers without a pattern, int64 [BLOCK], the same on every machine: multiplied and shifted counters."""
+    factors = torch.arange(1, BLOCK + 1, dtype=torch.int64) * _GOLDEN
+    for shift in (30, 27, 31):
+        factors = (factors ^ (factors >> shift)) * _GOLDEN
+    return (factors | 1).to(device)
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether a tensor of any floating-point dtype has a value that is no number."""
+    if tensor.dtype.itemsize == 1:
+        return bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+    return bool(tensor.isnan().any())
+
+
+def fill_nan(tensor: Tensor) -> Tensor:
+    """The contiguous tensor, filled with what is no number in any floating-point dtype: bits that are all set."""
+    tensor.view(-1).view(torch.uint8).fill_(0xFF)
+    return tensor

@@ -1,4 +1,4 @@
-"""The process group that weights travel on: rank 0 sends, every worker of every server receives.
+"""A process group that weights travel on: its rank 0 sends, workers of all servers receive.
 
 It is built without torch.distributed's default group, which belongs to the trainer ranks alone, and
 without its rendezvous, which under torchrun would turn rank 0 into a client of the agent's store.
@@ -7,6 +7,7 @@ without its rendezvous, which under torchrun would turn rank 0 into a client of 
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore, Work
 
 SENDER = 0
+
+# What a worker says when a broadcast ended without its bytes: another member of the group is to blame.
+BROKEN_OFF = "the broadcast of weights broke off"
 
 # Where a backend wants its buffers.
 BUFFER_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
@@ -44,13 +48,28 @@ def join_store(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def epoch_store(store: Store, epoch: int) -> PrefixStore:
-    """The part of `store` that one incarnation of the group uses: keys of an older one never match."""
+    """The part of `store` that one incarnation of the groups uses: keys of an older one never match."""
     return PrefixStore(f"weights/{epoch}", store)
 
 
-def arrival_key(rank: int) -> str:
-    """Key that a receiver sets before it waits for the others, so that the sender knows it is there."""
-    return f"arrived/{rank}"
+def group_store(meeting: Store, number: int) -> PrefixStore:
+    """The part of an incarnation's store where the members of group `number` meet."""
+    return PrefixStore(f"group/{number}", meeting)
+
+
+def arrival_key(server: int, worker: int) -> str:
+    """Key that a worker sets before it waits for the others, so that the senders know it is there."""
+    return f"arrived/{server}/{worker}"
+
+
+def receiver_rank(server: int, workers: Sequence[int], worker: int) -> int:
+    """Rank of a worker in the group of its sender and the `workers` of every server."""
+    return 1 + server * len(workers) + workers.index(worker)
+
+
+def group_size(servers: int, workers: Sequence[int]) -> int:
+    """Members of the group of a sender and the `workers` of every server."""
+    return 1 + servers * len(workers)
 
 
 def route_to(host: str, port: int) -> str:
@@ -61,7 +80,7 @@ def route_to(host: str, port: int) -> str:
 
 
 class TransferGroup:
-    """One incarnation of the group, and the one broadcast that may be under way on it.
+    """One incarnation of the group, and the broadcasts that are under way on it.
 
     It owns both alone: gloo closes its connections, which is what frees peers that wait for this process, when
     the last reference is gone, and an exception's traceback would keep any other.
@@ -83,23 +102,26 @@ class TransferGroup:
         self._group: ProcessGroup | None = ProcessGroup(store, rank, world_size)
         self._group._set_default_backend(kind)
         self._group._register_backend(torch.device(BUFFER_DEVICE[backend]), kind, transport)
-        self._work: Work | None = None
+        self._works: list[Work] = []
 
-    def start_broadcast(self, buffer: Tensor, timeout: float) -> None:
-        """Begins to send `buffer` (rank 0) or to receive into it (others); it fails after `timeout` seconds."""
+    def start_broadcast(self, buffer: Tensor, timeout: float) -> int:
+        """Begins to send `buffer` (rank 0) or to receive into it (others), and returns its bytes.
+
+        Broadcasts follow each other; each fails after `timeout` seconds.
+        """
         if self._group is None:
             raise RuntimeError("the transfer group is closed")
-        self._work = self._group.broadcast(buffer, SENDER, timedelta(seconds=timeout))
+        self._works.append(self._group.broadcast(buffer, SENDER, timedelta(seconds=timeout)))
+        return buffer.nbytes
 
     def done(self) -> bool:
-        """Whether the broadcast has ended, well or not."""
-        return self._work is None or self._work.is_completed()
+        """Whether all broadcasts have ended, well or not."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Waits for the broadcast; RuntimeError if a peer is gone or it took too long."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Waits for the broadcasts; RuntimeError if a peer is gone or it took too long."""
+        while self._works:
+            self._works.pop(0).wait()
 
     def close(self) -> None:
         """Leaves the group. Peers that wait for this process get an error."""
@@ -108,17 +130,17 @@ class TransferGroup:
         self._group.abort()  # NCCL ends a broadcast under way; gloo ignores this
         if not self.done():
             # Dropping a gloo group blocks until a broadcast under way has failed; nobody here waits for that.
-            held = [self._work, self._group]
+            held = [*self._works, self._group]
             threading.Thread(target=_drop_when_done, args=(held,), name="transfer-group-close", daemon=True).start()
-        self._work = self._group = None
+        self._works, self._group = [], None
 
 
 def _drop_when_done(held: list[Any]) -> None:
-    """Releases a broadcast and its group, `held`, once the broadcast has ended.
+    """Releases broadcasts and their group, `held`, once the broadcasts have ended.
 
     A process that exits earlier never releases them, which is what an exit needs: gloo's threads are still busy.
     """
-    while not held[0].is_completed():
+    while not all(work.is_completed() for work in held[:-1]):
         time.sleep(0.1)
     held.clear()
 

@@ -1,240 +1,165 @@
-"""The trainer's side of a weight push: one broadcast of every bucket to all workers of all servers."""
+"""One trainer rank's part of a push: it gathers rows with the ranks that hold them, and broadcasts their buckets."""
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from dapo_megatron.models.parameters import Parameter
 from dapo_megatron.sync import group as transfer
-from dapo_megatron.sync.buckets import Bucket, TensorSpec, dtype_name, pack, tensor_hash
-from dapo_megatron.sync.server_admin import ServerAdmin, ServerError
+from dapo_megatron.sync.buckets import hashes, views
+from dapo_megatron.sync.channel import Channel
+from dapo_megatron.sync.plan import TransferPlan, Turn
+from dapo_megatron.sync.server_admin import ServerError
+from dapo_megatron.sync.wire import Bucket, Group, Stretch, aligned
 
 POLL_SECONDS = 0.001
-BLAME_SECONDS = 3.0
-
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class PushReport:
-    """What a push took: wall seconds, bytes sent to each worker, number of tensors."""
+class WeightSource(Protocol):
+    """The weights of this rank's part of the model."""
 
-    seconds: float
-    bytes: int
-    tensors: int
+    def gather(self, row: Parameter) -> list[Tensor] | None:
+        """The row's whole Hugging Face tensors on the rank that sends it, None elsewhere.
+
+        A collective over the ranks that hold the row's shards, which call it in the same order.
+        """
 
 
-class WeightSender:
-    """Pushes weights to servers, each given as (base URL, token), from this process alone.
+@dataclass
+class Sent:
+    """What a rank did in a push.
 
-    `host` is this machine's address that the servers reach (loopback, or a private one); `bucket_bytes` is the size of
-    the one buffer that exists at a time; `dtype` is what the servers hold and what travels, but for the tensors named
-    in `exact`, which are fp32 everywhere; `timeout` in seconds is the deadline of connecting and of each push;
-    `backend` is gloo or nccl. After an error the transfer group is gone: `connect` builds a new one.
+    Attributes:
+        hashes: of the stretches of each bucket that it sent, in the order of the plan.
+        bytes: that travelled.
+        seconds: by phase: gather, pack (cast and copy), hash, wait (for receivers).
+        error: why it broke off; empty: it sent everything.
     """
 
-    def __init__(
+    hashes: list[list[int]] = field(default_factory=list)
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    error: str = ""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the time within to a phase."""
+        begun = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - begun
+
+
+class Sender:
+    """Sends the turns of trainer rank `rank`; two turns' bytes exist at a time, one of them on its way."""
+
+    def __init__(self, plan: TransferPlan, source: WeightSource, rank: int, backend: str) -> None:
+        self._source, self._rank, self._backend = source, rank, backend
+        self._turns = [(turn, rows) for turn in plan.turns if (rows := plan.shared_rows(rank, turn))]
+        self._own = [turn for turn, _ in self._turns if turn.sender == rank]
+
+    def send(
         self,
-        servers: Sequence[tuple[str, str]],
-        *,
-        host: str,
-        bucket_bytes: int,
-        dtype: torch.dtype,
-        timeout: float,
-        backend: str,
-        exact: Collection[str] = (),
-    ) -> None:
-        self._servers = [ServerAdmin(url, token, timeout) for url, token in servers]
-        self._host = host
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
-        self._exact = frozenset(exact)
-        self._timeout = timeout
-        self._backend = backend
-        self._store = transfer.open_store(host, timeout)
-        self._epoch = 0
-        self._group: transfer.TransferGroup | None = None
-
-    def connect(self) -> None:
-        """Builds the transfer group with every worker of every server. Raises ServerError."""
-        self._leave()
-        self._epoch += 1
-        deadline = time.monotonic() + self._timeout
-        self._all(lambda admin: admin.abandon_weight_update(), deadline)
-        sizes = self._all(lambda admin: admin.world_size(), deadline)
-        offsets = list(accumulate(sizes, initial=1))
-        world_size = offsets.pop()
-        common = {
-            "host": self._host,
-            "port": self._store.port,
-            "world_size": world_size,
-            "backend": self._backend,
-            "epoch": self._epoch,
-            "timeout": self._timeout,
-        }
-        calls = [
-            _in_background(admin.init_weight_transfer_engine, {**common, "rank_offset": offset})
-            for admin, offset in zip(self._servers, offsets, strict=True)
-        ]
-        meeting = transfer.epoch_store(self._store, self._epoch)
-        arrivals = [transfer.arrival_key(rank) for rank in range(1, world_size)]
-        # Joining blocks until everybody is there, so it begins when nothing can fail any more.
-        self._wait(lambda: meeting.check(arrivals), calls, deadline)
-        self._group = transfer.TransferGroup(
-            meeting,
-            address=self._host,
-            rank=transfer.SENDER,
-            world_size=world_size,
-            backend=self._backend,
-            timeout=self._timeout,
-        )
-        self._results(calls, deadline)
-
-    def push(
-        self, tensors: Iterable[tuple[str, Tensor]], plan: Sequence[tuple[str, Sequence[int]]], version: int
-    ) -> PushReport:
-        """Makes `tensors` the weights of all servers, under `version`, and empties their prefix caches.
-
-        `plan` lists name and shape of every tensor in the order in which `tensors` yields them, in Hugging Face
-        names; they are read one at a time and cast to what travels. Raises ServerError, naming the server,
-        if one fails, is late, or received other bytes than were sent; its weights are then not usable.
-        """
-        if self._group is None:
-            raise RuntimeError("connect() comes before push()")
-        begun = time.monotonic()
-        deadline = begun + self._timeout
-        buckets = pack(
-            (TensorSpec(name, self._dtype_of(name), tuple(shape)) for name, shape in plan), self._bucket_bytes
-        )
-        try:
-            self._all(lambda admin: admin.start_weight_update(), deadline)
-            info = self._update_info(plan)
-            calls = [_in_background(admin.update_weights, info) for admin in self._servers]
-            digests = self._broadcast(self._group, iter(tensors), buckets, calls, deadline)
-            self._results(calls, deadline)
-            received = self._all(lambda admin: admin.weight_hashes(), deadline)
-            for admin, workers in zip(self._servers, received, strict=True):
-                compare_hashes(admin.url, digests, workers)
-            self._all(lambda admin: admin.finish_weight_update(version), deadline)
-            self._all(lambda admin: admin.reset_prefix_cache(), deadline)
-        except BaseException:
-            self._leave()
-            raise
-        return PushReport(time.monotonic() - begun, sum(bucket.nbytes for bucket in buckets), len(plan))
-
-    def close(self) -> None:
-        """Leaves the group and closes all connections."""
-        self._leave()
-        for admin in self._servers:
-            admin.close()
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.float32 if name in self._exact else self._dtype
-
-    def _update_info(self, plan: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
-        return {
-            "names": [name for name, _ in plan],
-            "dtype_names": [dtype_name(self._dtype_of(name)) for name, _ in plan],
-            "shapes": [list(shape) for _, shape in plan],
-            "bucket_bytes": self._bucket_bytes,
-        }
-
-    def _broadcast(
-        self,
-        group: transfer.TransferGroup,
-        tensors: Iterator[tuple[str, Tensor]],
-        buckets: Sequence[Bucket],
-        calls: Sequence[Future[None]],
+        groups: Mapping[Group, Channel],
+        watch: Callable[[], None],
+        give_up: Callable[[], None],
         deadline: float,
-    ) -> dict[str, str]:
-        """Sends bucket after bucket through one buffer; returns the SHA-256 of every tensor by name."""
-        buffer = transfer.byte_buffer(max((bucket.nbytes for bucket in buckets), default=0), self._backend)
-        digests: dict[str, str] = {}
-        for bucket in buckets:
-            views = bucket.views(buffer)
-            for name, view in views:
-                _fill(name, view, tensors)
-            group.start_broadcast(buffer[: bucket.nbytes], max(deadline - time.monotonic(), POLL_SECONDS))
-            # The hashes are taken while the bytes travel.
-            digests.update((name, tensor_hash(view)) for name, view in views)
-            self._wait(group.done, calls, deadline)
+    ) -> Sent:
+        """Gathers all turns of this rank, and broadcasts its own.
+
+        After a failure it goes on gathering, so that the ranks it gathers with do not wait for it.
+
+        Args:
+            groups: the transfer groups that this rank leads.
+            watch: called while it waits; raises ServerError if others have failed.
+            give_up: called at once when this rank's part has failed.
+            deadline: in monotonic seconds.
+        """
+        sent = Sent()
+        size = max(map(_turn_bytes, self._own), default=0)
+        arena, other = (transfer.byte_buffer(size, self._backend) for _ in range(2))
+        under_way: list[Channel] = []
+        for turn, rows in self._turns:
+            if turn.sender != self._rank or sent.error:
+                for row in rows:
+                    self._source.gather(row)
+                continue
+            buffers = self._fill(turn, arena, sent)
+            arena, other = other, arena
+            try:
+                _wait(under_way, watch, deadline, sent)
+                under_way = _start(buffers, groups, deadline, sent)
+                with sent.timed("hash"):
+                    sent.hashes += [hashes([view for _, view in views(bucket, flat)]) for bucket, flat in buffers]
+                if turn is self._own[-1]:
+                    _wait(under_way, watch, deadline, sent)
+            except ServerError as error:
+                sent.error = str(error)
+                give_up()
+        return sent
+
+    def _fill(self, turn: Turn, arena: Tensor, sent: Sent) -> list[tuple[Bucket, Tensor]]:
+        """The turn's buckets, cast to what travels, in stretches of `arena`."""
+        buffers, end = [], 0
+        targets: dict[str, list[tuple[Stretch, Tensor]]] = defaultdict(list)
+        for bucket in turn.buckets:
+            flat = arena[end : end + bucket.nbytes]
+            end = aligned(end + bucket.nbytes)
+            buffers.append((bucket, flat))
+            for stretch, view in views(bucket, flat):
+                targets[stretch.name].append((stretch, view))
+        for row in turn.rows:
+            with sent.timed("gather"):
+                tensors = self._source.gather(row)
+            assert tensors is not None, f"rank {self._rank} sends {row.name} but did not get it"
+            with sent.timed("pack"):
+                for name, tensor in zip(row.hf_names, tensors, strict=True):
+                    for stretch, view in targets[name]:
+                        _copy(tensor, stretch, view)
+        return buffers
+
+
+def _copy(tensor: Tensor, stretch: Stretch, view: Tensor) -> None:
+    if tuple(tensor.shape) != stretch.shape:
+        raise ValueError(f"the plan expects {stretch.name} {stretch.shape}, the model has {tuple(tensor.shape)}")
+    view.copy_(tensor.detach().narrow(stretch.dim, stretch.start, stretch.stop - stretch.start))
+
+
+def _turn_bytes(turn: Turn) -> int:
+    return sum(aligned(bucket.nbytes) for bucket in turn.buckets)
+
+
+def _start(
+    buffers: list[tuple[Bucket, Tensor]], groups: Mapping[Group, Channel], deadline: float, sent: Sent
+) -> list[Channel]:
+    """Begins the broadcasts of a turn, each in a group of its own."""
+    started = []
+    for bucket, flat in buffers:
+        group = groups[bucket.group]
+        try:
+            with sent.timed("pack"):
+                sent.bytes += group.start_broadcast(flat, max(deadline - time.monotonic(), POLL_SECONDS))
+        except RuntimeError as error:
+            raise ServerError(f"{transfer.BROKEN_OFF}: {error}") from error
+        started.append(group)
+    return started
+
+
+def _wait(under_way: list[Channel], watch: Callable[[], None], deadline: float, sent: Sent) -> None:
+    """Waits for broadcasts. Raises ServerError if one fails or is late, or others have failed."""
+    with sent.timed("wait"):
+        watch()
+        for group in under_way:
+            while not group.done():
+                watch()
+                if time.monotonic() > deadline:
+                    raise ServerError("servers did not receive weights before the deadline (fleet.push_timeout)")
+                time.sleep(POLL_SECONDS)
             try:
                 group.wait()
             except RuntimeError as error:
-                raise self._culprit(calls) from error
-        if (extra := next(tensors, None)) is not None:
-            raise ValueError(f"tensor {extra[0]} is not in the plan of the push")
-        return digests
-
-    def _all(self, request: Callable[[ServerAdmin], T], deadline: float) -> list[T]:
-        """`request` to all servers at once; their answers, in the order of the servers."""
-        return self._results([_in_background(request, admin) for admin in self._servers], deadline)
-
-    def _culprit(self, calls: Sequence[Future[None]]) -> ServerError:
-        """Who broke the broadcast: a server that is gone or stuck fails its HTTP call too, which has its name."""
-        try:
-            self._results(calls, time.monotonic() + BLAME_SECONDS)
-        except ServerError as error:
-            return error
-        return ServerError("the broadcast of weights failed though every server received it")
-
-    def _results(self, calls: Sequence[Future[T]], deadline: float) -> list[T]:
-        """Results of all `calls`, one per server; the first failure is raised as soon as it happens."""
-        self._wait(lambda: all(call.done() for call in calls), calls, deadline)
-        return [call.result() for call in calls]
-
-    def _wait(self, done: Callable[[], bool], calls: Sequence[Future[Any]], deadline: float) -> None:
-        """Waits for `done`, but no longer than until a call fails or the deadline (monotonic seconds) passes."""
-        while not done():
-            for call in calls:
-                if call.done():
-                    call.result()
-            if time.monotonic() > deadline:
-                late = [admin.url for admin, call in zip(self._servers, calls, strict=True) if not call.done()]
-                raise ServerError(f"servers {', '.join(late)} did not answer before the deadline (fleet.push_timeout)")
-            time.sleep(POLL_SECONDS)
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-
-def compare_hashes(url: str, sent: dict[str, str], workers: Sequence[dict[str, str]]) -> None:
-    """Raises ServerError naming the first tensor that some worker of server `url` did not receive as sent."""
-    for rank, received in enumerate(workers):
-        for name, digest in sent.items():
-            if received.get(name) != digest:
-                arrived = received.get(name)
-                raise ServerError(
-                    f"server {url}, worker {rank}: tensor {name} arrived with hash {arrived}, sent was {digest}"
-                )
-
-
-def _in_background(call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Runs `call` in a thread that does not keep the process alive: a server may never answer."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*arguments))
-        except BaseException as error:  # it is raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight-push", daemon=True).start()
-    return future
-
-
-def _fill(name: str, view: Tensor, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Copies the next tensor, which must be `name` with the shape of `view`, into `view`, casting it."""
-    found, tensor = next(tensors, ("nothing", None))
-    if tensor is None or found != name or tensor.shape != view.shape:
-        shape = None if tensor is None else tuple(tensor.shape)
-        raise ValueError(f"the push plan expects {name} {tuple(view.shape)}, the weights yielded {found} {shape}")
-    view.copy_(tensor.detach())
+                raise ServerError(f"{transfer.BROKEN_OFF}: {error}") from error

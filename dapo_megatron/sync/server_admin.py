@@ -1,16 +1,52 @@
 """The routes of a vLLM server that a weight push needs, called by the trainer."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import httpx
 import orjson
 
+from dapo_megatron.rollout import vllm_api
+from dapo_megatron.sync.group import BROKEN_OFF
 from dapo_megatron.sync.versions import parse_version
+
+T = TypeVar("T")
 
 
 class ServerError(RuntimeError):
-    """A server did not do what it was asked; the text names it, the route and the reason."""
+    """A server did not do what it was asked; the text names it, the route and the reason.
+
+    Attributes:
+        url: the server's; empty where no single one is to blame.
+        answered: whether it answered at all.
+    """
+
+    def __init__(self, text: str, url: str = "", *, answered: bool = True) -> None:
+        super().__init__(text, url)
+        self.url, self.answered = url, answered
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class OtherBytesError(ServerError):
+    """A server received other bytes than were sent; the text names the first tensor that differs."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a worker received in a push.
+
+    Attributes:
+        hashes: of all stretches, in their order.
+        seconds: by phase.
+        error: what went wrong; empty: nothing.
+    """
+
+    hashes: list[int]
+    seconds: dict[str, float]
+    error: str
 
 
 class ServerAdmin:
@@ -38,40 +74,92 @@ class ServerAdmin:
 
     def world_size(self) -> int:
         """Workers of this server that take part in a transfer group (TP x PP x DP)."""
-        return int(self._call("GET", "/get_world_size")["world_size"])
+        return self._ask("GET", vllm_api.WORLD_SIZE, vllm_api.parse_world_size)
 
     def weight_version(self) -> int:
         """Version of the weights that the server samples with now."""
-        return parse_version(self._call("GET", "/weight_info")["weight_version"])
+        return parse_version(self._ask("GET", vllm_api.WEIGHT_INFO, vllm_api.parse_weight_info))
 
     def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
         """Lets all workers join the transfer group; returns when they have."""
-        self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
+        self._call("POST", vllm_api.INIT_WEIGHT_TRANSFER, vllm_api.init_weight_transfer_body(info))
+        self._check(vllm_api.INIT_WEIGHT_TRANSFER, self._rpc("failure"))
+
+    def pause(self) -> None:
+        """Stops the engine between two of its steps, with what is under way: half-received weights compute nothing.
+
+        An answer that was ended may still be on its way to the engine, though nobody waits for it any more.
+        """
+        self._call("POST", vllm_api.pause_path("keep", clear_cache=False))
+
+    def resume(self) -> None:
+        """Lets the engine go on after `pause`."""
+        self._call("POST", vllm_api.RESUME)
 
     def start_weight_update(self) -> None:
         """Opens an update: the server's layers wait for tensors."""
-        self._call("POST", "/start_weight_update")
+        self._call("POST", vllm_api.START_WEIGHT_UPDATE)
 
-    def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Lets all workers receive the tensors of `info`; returns when they have them all."""
-        self._call("POST", "/update_weights", {"update_info": info})
+    def update_weights(self, info: Mapping[str, Any]) -> list[Received]:
+        """Lets all workers receive the tensors of `info`; returns, for each, what arrived, when all have everything."""
+        self._call("POST", vllm_api.UPDATE_WEIGHTS, vllm_api.update_weights_body(info))
+        try:
+            received = [Received(**worker) for worker in self._rpc("received")]
+        except TypeError as error:
+            raise ServerError(f"server {self.url}: its plugin is another version's: {error}", self.url) from error
+        self._check(vllm_api.UPDATE_WEIGHTS, [worker.error for worker in received])
+        return received
 
     def finish_weight_update(self, version: int) -> None:
         """Makes the received weights live under `version`."""
-        self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+        body = vllm_api.finish_weight_update_body(str(version))
+        self._call("POST", vllm_api.FINISH_WEIGHT_UPDATE, body)
+        self._check(vllm_api.FINISH_WEIGHT_UPDATE, self._rpc("failure"))
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets cached keys and values: those of the old weights would be used with the new ones."""
-        if not self._call("POST", "/reset_prefix_cache")["success"]:
-            raise ServerError(f"server {self.url}: the prefix cache cannot be reset while requests are running")
+    def reset_prefix_cache(self, *, running: bool) -> None:
+        """Forgets cached keys and values.
 
-    def weight_hashes(self) -> list[dict[str, str]]:
-        """Per worker, the SHA-256 of every tensor of the last push as it arrived, by name."""
-        return list(self._call("POST", "/collective_rpc", {"method": "weight_hashes"})["results"])
+        `running`: requests may be under way; they are preempted, and go on with keys and values computed anew.
+        """
+        if not self._ask("POST", vllm_api.reset_prefix_cache_path(running=running), vllm_api.parse_reset):
+            text = f"server {self.url}: the prefix cache cannot be reset while requests are running"
+            raise ServerError(text, self.url)
 
     def abandon_weight_update(self) -> None:
         """Closes an update that was started and never finished, if there is one."""
-        self._call("POST", "/collective_rpc", {"method": "abandon_weight_update"})
+        self._rpc("abandon_weight_update")
+
+    def sleep(self) -> None:
+        """Ends what runs and drops weights, keys and values; a push brings the weights back."""
+        self._expect("sleeping", vllm_api.sleep_path(2))
+
+    def wake_weights(self) -> None:
+        """Takes memory for weights, which hold nothing yet, after `sleep`; harmless where the server is awake."""
+        self._call("POST", vllm_api.wake_up_path(["weights"]))
+
+    def wake_cache(self) -> None:
+        """Takes memory for keys and values: the server is awake."""
+        self._expect("awake", vllm_api.wake_up_path(["kv_cache"]))
+
+    def _expect(self, status: Literal["sleeping", "awake"], path: str) -> None:
+        self._ask("POST", path, lambda reply: vllm_api.check_status(reply, status))
+
+    def _rpc(self, method: str) -> list[Any]:
+        """What `method` of the receiver's extension returns on each worker."""
+        return self._ask("POST", vllm_api.COLLECTIVE_RPC, vllm_api.parse_rpc, vllm_api.rpc_body(method))
+
+    def _check(self, path: str, errors: Sequence[str]) -> None:
+        """Raises ServerError if a worker failed at `path`: rather one that did of itself than one left alone."""
+        failed = sorted((BROKEN_OFF in error, worker, error) for worker, error in enumerate(errors) if error)
+        if failed:
+            _, worker, error = failed[0]
+            raise ServerError(f"server {self.url}: POST {path} failed on worker {worker}: {error}", self.url)
+
+    def _ask(self, method: str, path: str, parse: Callable[[Any], T], body: Mapping[str, Any] | None = None) -> T:
+        try:
+            return parse(self._call(method, path, body))
+        except vllm_api.ReplyError as error:
+            raise ServerError(f"server {self.url}: {method} {path}: {error}", self.url) from error
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         content = None if body is None else orjson.dumps(body)
@@ -79,15 +167,22 @@ class ServerAdmin:
         try:
             reply = self._client.request(method, path, content=content, headers=headers)
         except httpx.HTTPError as error:
-            raise ServerError(f"server {self.url}: {method} {path} failed: {error!r}") from error
+            text = f"server {self.url}: {method} {path} failed: {error!r}"
+            raise ServerError(text, self.url, answered=False) from error
         if reply.status_code != httpx.codes.OK:
-            raise ServerError(f"server {self.url}: {method} {path} failed ({reply.status_code}): {_reason(reply)}")
-        return orjson.loads(reply.content) if reply.content else None
+            text = f"server {self.url}: {method} {path} failed ({reply.status_code}): {_reason(reply)}"
+            raise ServerError(text, self.url)
+        return _decoded(reply)
 
 
 def _reason(reply: httpx.Response) -> str:
     """The message of vLLM's error body, or the body itself."""
+    return vllm_api.error_text(_decoded(reply) or reply.text)
+
+
+def _decoded(reply: httpx.Response) -> Any:
+    """The body; None if it is empty or no JSON, which no parser accepts."""
     try:
-        return str(orjson.loads(reply.content)["error"]["message"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return reply.text[:500]
+        return orjson.loads(reply.content)
+    except orjson.JSONDecodeError:
+        return None

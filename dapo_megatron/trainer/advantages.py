@@ -77,9 +77,14 @@ def _penalties(batch: Batch, algorithm: AlgorithmConfig) -> list[Tensor] | None:
 def _set_estimates(
     batch: Batch, layout: Layout, algorithm: AlgorithmConfig, penalties: Sequence[Tensor] | None
 ) -> Metrics:
-    """Generalised advantage estimates, and the returns (estimate + value) that the critic is to predict."""
+    """Generalised advantage estimates, and the returns (estimate + value) that the critic is to predict.
+
+    Tokens out of the loss have no value: they stand before those in it, whose estimates look ahead.
+    """
     config, header = algorithm.advantage, batch.header
-    values = gather_column(batch, [micro.old_values for micro in batch.micro_batches()], layout).cpu()
+    known = [micro.old_values for micro in batch.micro_batches()]
+    values = gather_column(batch, known, layout).cpu()
+    in_loss = gather_column(batch, [torch.ones_like(column) for column in known], layout).cpu()
     lengths = torch.from_numpy(header.response_lengths)
     per_token = token_rewards(*step_tensors(header), lengths)
     if penalties is not None:
@@ -88,10 +93,11 @@ def _set_estimates(
     advantages = gae(torch.from_numpy(header.rewards), values, lengths, gamma, lam, token_rewards=per_token)
     returns = advantages + values
     if config.whiten:
-        advantages = whitened(advantages, torch.ones_like(advantages))
+        advantages = whitened(advantages, in_loss)
     batch.set_token_advantages(advantages)
     batch.set_returns(returns)
-    return {"value": float(values.mean()), "return": float(returns.mean())}
+    tokens = in_loss.sum().clamp(min=1)
+    return {"value": float(values.sum() / tokens), "return": float((returns * in_loss).sum() / tokens)}
 
 
 def _set_preferences(batch: Batch, layout: Layout, algorithm: AlgorithmConfig) -> Metrics:

@@ -23,7 +23,8 @@ from dapo_megatron.trainer.device import current_device
 from dapo_megatron.trainer.layers import Backend, resolve_backend, te_packed
 from dapo_megatron.trainer.packing import CostModel, plan_micro_batches
 from dapo_megatron.trainer.parallel import Layout
-from dapo_megatron.types import BatchHeader, Bool, Int32, TokenBlock
+from dapo_megatron.trainer.routes import RouterShare
+from dapo_megatron.types import BatchHeader, Bool, Int16, Int32, TokenBlock
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class PackingRules:
     same_length: bool  # pad all micro-batches of a rank to the longest
     cost: CostModel
     backend: Backend  # whose attention reads the packed sequences
+    routers: RouterShare | None = None  # where routes are replayed
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, layout: Layout) -> Self:
@@ -63,6 +65,7 @@ class PackingRules:
             same_length=interleaved,
             cost=CostModel.of(arch),
             backend=resolve_backend(training),
+            routers=RouterShare.of(config, arch, layout),
         )
 
     def padded(self, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -112,9 +115,11 @@ def plan_batch(header: BatchHeader, rules: PackingRules) -> list[MiniBatchPlan]:
 
 
 def contributes(header: BatchHeader, rules: PackingRules) -> Bool:
-    """Whether a response has tokens in the loss, bool [R]: not where it is empty, or cut off and filtered for that."""
+    """Whether a response has tokens in the loss, bool [R]: not where it is empty, all of it was sampled with weights
+    that are too old, or it was cut off and is filtered for that.
+    """
     filtered = header.truncated & rules.filter_truncated
-    return (header.response_lengths > 0) & ~filtered
+    return (header.response_lengths > header.lengths_out_of_loss) & ~filtered
 
 
 def input_lengths(header: BatchHeader) -> Int32:
@@ -126,8 +131,8 @@ def input_lengths(header: BatchHeader) -> Int32:
 class MicroBatch:
     """Packed sequences of one forward pass on one rank. T: packed tokens of the context-parallel group, c its size.
 
-    n counts the response tokens whose log-probs this rank computes. Sequences are sorted by length. A rank that has
-    fewer responses than its peers gets micro-batches of padding alone (n = 0).
+    n counts the response tokens in the loss whose log-probs this rank computes. Sequences are sorted by length. A rank
+    that has fewer responses than its peers gets micro-batches of padding alone (n = 0).
     """
 
     input_ids: Tensor  # int64 [1, T / c]
@@ -137,8 +142,11 @@ class MicroBatch:
     responses: Tensor  # int64 [n] index of each token's response in the batch header
     batch_responses: int  # R, responses in that header
     places: Tensor  # int64 [n] place of each token in its response
-    response_lengths: Tensor  # int64 [n] tokens of each token's response, on all ranks
+    response_lengths: Tensor  # int64 [n] tokens in the loss of each token's response, on all ranks
     rollout_log_probs: Tensor  # fp32 [n]
+    # Where routes are replayed, in host memory; t: tokens that this rank's routers see.
+    routed: Tensor = field(default_factory=lambda: torch.empty(0))  # bool [t], whether the token is no padding
+    routes: Tensor | None = None  # int16 [t, layers of this rank with experts, k], -1 where the router chooses
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]
     # Of the last pipeline stage only:
     old_log_probs: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32 [n]
@@ -182,8 +190,9 @@ class Batch:
 
     def token_index(self, micro: MicroBatch) -> Tensor:
         """Where a micro-batch's tokens stand among all response tokens of the batch, int64 [n]."""
-        ends = torch.from_numpy(np.cumsum(self.header.response_lengths, dtype=np.int64)).to(micro.places.device)
-        return ends[micro.responses] - micro.response_lengths + micro.places
+        lengths = self.header.response_lengths.astype(np.int64)
+        starts = torch.from_numpy(np.cumsum(lengths) - lengths).to(micro.places.device)
+        return starts[micro.responses] + micro.places
 
     def pick(self, column: Tensor) -> list[Tensor]:
         """Of a column, [T] for all response tokens of the batch in the header's order, the values for the tokens of
@@ -266,7 +275,7 @@ def build_batch(
     device: torch.device,
 ) -> Batch:
     """Pack this rank's micro-batches. `tokens` holds at least `share_of(plans, data_rank)`."""
-    rows = _rows(tokens)
+    rows = _rows(tokens, header.lengths_out_of_loss)
     lengths = rules.padded(input_lengths(header))
 
     def total(members: list[int]) -> int:
@@ -282,9 +291,10 @@ def build_batch(
             packed = _pack(
                 [rows[r] for r in members], lengths[members], longest if rules.same_length else total(members)
             )
-            micro_batches.append(packed.on_rank(context_rank, rules, header.num_responses, device))
+            micro_batches.append(packed.on_rank(context_rank, rules, header.num_responses, tokens.routes, device))
         trained = plan.responses[contributing[plan.responses]]
-        mini_batches.append(MiniBatch(micro_batches, int(header.response_lengths[trained].sum()), len(trained)))
+        in_loss = (header.response_lengths - header.lengths_out_of_loss)[trained]
+        mini_batches.append(MiniBatch(micro_batches, int(in_loss.sum()), len(trained)))
     return Batch(header, mini_batches, lambda _: tokens)
 
 
@@ -296,14 +306,19 @@ class _Row:
     prompt: Int32
     tokens: Int32
     rollout_log_probs: NDArray[np.float32]
+    first: int  # place of the first token in the loss
+    start: int  # of the prompt among all tokens of the block
 
 
-def _rows(tokens: TokenBlock) -> dict[int, _Row]:
+def _rows(tokens: TokenBlock, firsts: Int32) -> dict[int, _Row]:
     prompts = np.split(tokens.prompt_tokens, np.cumsum(tokens.prompt_lengths)[:-1])
     ends = np.cumsum(tokens.response_lengths)[:-1]
     responses, log_probs = np.split(tokens.response_tokens, ends), np.split(tokens.rollout_log_probs, ends)
-    columns = zip(tokens.responses, prompts, responses, log_probs, strict=False)  # of nothing, split makes one part
-    return {int(r): _Row(int(r), prompt, response, rollout) for r, prompt, response, rollout in columns}
+    lengths = tokens.prompt_lengths.astype(np.int64) + tokens.response_lengths
+    columns = zip(  # of nothing, split makes one part
+        tokens.responses.tolist(), prompts, responses, log_probs, np.cumsum(lengths) - lengths, strict=False
+    )
+    return {r: _Row(r, prompt, answer, rollout, int(firsts[r]), int(at)) for r, prompt, answer, rollout, at in columns}
 
 
 @dataclass(frozen=True)
@@ -312,13 +327,16 @@ class _Packed:
 
     lengths: list[int]
     inputs: NDArray[np.int64]  # [T]
+    origins: NDArray[np.int64]  # [T] of the input among all tokens of the block, prompts included; -1 for padding
     targets: NDArray[np.int64]  # [T]
     responses: NDArray[np.int64]  # [T] of the target
     places: NDArray[np.int64]  # [T] of the target in its response
     response_lengths: NDArray[np.int64]  # [T]
     rollout_log_probs: NDArray[np.float32]  # [T]
 
-    def on_rank(self, context_rank: int, rules: PackingRules, batch_responses: int, device: torch.device) -> MicroBatch:
+    def on_rank(
+        self, context_rank: int, rules: PackingRules, batch_responses: int, routes: Int16, device: torch.device
+    ) -> MicroBatch:
         """The tokens that one context-parallel rank holds."""
         index = local_index(self.lengths, rules.context, context_rank).numpy()
         packed: PackedSeqParams = (
@@ -333,7 +351,7 @@ class _Packed:
         def tensor(values: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
             return torch.from_numpy(values).to(device)
 
-        return MicroBatch(
+        micro = MicroBatch(
             input_ids=tensor(self.inputs[index])[None],
             packed=packed,
             total_length=len(self.inputs),
@@ -344,6 +362,11 @@ class _Packed:
             response_lengths=tensor(self.response_lengths[chosen]),
             rollout_log_probs=tensor(self.rollout_log_probs[chosen]),
         )
+        if rules.routers is not None:
+            origins = self.origins[rules.routers.seen(index)]
+            micro.routed = torch.from_numpy(origins >= 0)
+            micro.routes = rules.routers.take(routes, origins, device) if len(routes) else None
+        return micro
 
 
 def _pack(rows: list[_Row], lengths: Int32, total: int) -> _Packed:
@@ -354,6 +377,7 @@ def _pack(rows: list[_Row], lengths: Int32, total: int) -> _Packed:
     packed = _Packed(
         lengths=[int(n) for n in lengths],
         inputs=np.zeros(total, np.int64),
+        origins=np.full(total, -1, np.int64),
         targets=np.full(total, -1, np.int64),
         responses=np.zeros(total, np.int64),
         places=np.zeros(total, np.int64),
@@ -364,12 +388,13 @@ def _pack(rows: list[_Row], lengths: Int32, total: int) -> _Packed:
     for row, length in zip(rows, packed.lengths, strict=True):
         inputs = np.concatenate([row.prompt, row.tokens[:-1]])
         packed.inputs[start : start + len(inputs)] = inputs
-        answer = slice(start + len(row.prompt) - 1, start + len(inputs))
-        packed.targets[answer] = row.tokens
+        packed.origins[start : start + len(inputs)] = np.arange(row.start, row.start + len(inputs))
+        answer = slice(start + len(row.prompt) - 1 + row.first, start + len(inputs))
+        packed.targets[answer] = row.tokens[row.first :]
         packed.responses[answer] = row.response
-        packed.places[answer] = np.arange(len(row.tokens))
-        packed.response_lengths[answer] = len(row.tokens)
-        packed.rollout_log_probs[answer] = row.rollout_log_probs
+        packed.places[answer] = np.arange(row.first, len(row.tokens))
+        packed.response_lengths[answer] = len(row.tokens) - row.first
+        packed.rollout_log_probs[answer] = row.rollout_log_probs[row.first :]
         start += length
     if start < total:
         packed.lengths.append(total - start)

@@ -288,6 +288,43 @@ def _shard_group(row: Parameter) -> dist.ProcessGroup:
     return group
 
 
+class WeightSource:
+    """The weights of this rank's chunks, for pushes: each is gathered to the rank that sends it and to no other."""
+
+    def __init__(self, chunks: Sequence[ModelChunk]) -> None:
+        self._held = _held_tensors(chunks)
+
+    @torch.no_grad()
+    def gather(self, row: Parameter) -> list[Tensor] | None:
+        """The row's whole Hugging Face tensors on the first of the ranks that hold its shards; None on the others.
+
+        A collective over these ranks. The tensors may be views of the model's own.
+        """
+        shard, group = _shard(self._held[row.name], high_precision), _shard_group(row)
+        if not row.rule.split or group.size() == 1:
+            return merge_shards(row.rule, [shard])
+        first = group.rank() == 0
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if first else None
+        dist.gather(shard, shards, dist.get_global_rank(group, 0), group=group)
+        return merge_shards(row.rule, shards) if shards else None
+
+
+def _held_tensors(chunks: Sequence[ModelChunk]) -> dict[str, Tensor]:
+    """Parameters and buffers by the names of the whole model, without the last stage's copy of tied embeddings."""
+    held: dict[str, Tensor] = {}
+    for chunk in chunks:
+        tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
+        for name, row in local_rows(chunk):
+            if row.name != EMBEDDING or name != OUTPUT:
+                held[row.name] = tensors[name]
+    return held
+
+
+def _shard(tensor: Tensor, value: Callable[[torch.nn.Parameter], Tensor]) -> Tensor:
+    """What leaves of a local parameter; of a buffer all, in fp32."""
+    return (value(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor.float()).contiguous()
+
+
 @torch.no_grad()
 def export_weights(
     chunks: Sequence[ModelChunk],
@@ -305,19 +342,13 @@ def export_weights(
     """
     model = chunks[0]
     placement = Placement(model.arch, model.parallel)
-    held: dict[str, Tensor] = {}
-    for chunk in chunks:
-        tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
-        for name, row in local_rows(chunk):
-            if row.name != EMBEDDING or name != OUTPUT:  # not the last stage's copy
-                held[row.name] = tensors[name]
+    held = _held_tensors(chunks)
     parameter_dtype, shapes = value(next(model.parameters())).dtype, hf_shapes(model.arch)
     for row in parameter_table(model.arch):
         whole: list[Tensor] | None = None
         dtype = torch.float32 if row.is_buffer else parameter_dtype
         if row.name in held:
-            tensor = held[row.name]
-            shard = (value(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor.float()).contiguous()
+            shard = _shard(held[row.name], value)
             whole = merge_shards(row.rule, _gather(shard, _shard_group(row)) if row.rule.split else [shard])
         for group, owner in _owners(row, placement):
             if group.size() > 1:

@@ -18,7 +18,7 @@ from dapo_megatron.trainer.parallel import Layout
 def gather_column(batch: Batch, per_micro_batch: Sequence[Tensor], layout: Layout) -> Tensor:
     """The column of what this model's ranks have for the tokens of their micro-batches, fp32 [T], on every rank.
 
-    A collective over all ranks. Tokens that are in nobody's micro-batch (of filtered responses) are 0.
+    A collective over all ranks. Tokens that are in nobody's micro-batch (of filtered responses, or too old) are 0.
 
     Args:
         batch: packed for the layout.

@@ -94,6 +94,19 @@ def release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def free_memory() -> int | None:
+    """Bytes of this rank's GPU that nobody holds, once this process keeps none in reserve; None on a CPU."""
+    if not has_cuda():
+        return None
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def peak_growth() -> int:
+    """Bytes of this rank's GPU that were held at most, beyond those that are held now; 0 on a CPU."""
+    return torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() if has_cuda() else 0
+
+
 def model_config_overrides() -> dict[str, Any]:
     """TransformerConfig fields that differ where there is no CUDA: where parameters are allocated."""
     return {} if has_cuda() else {"use_cpu_initialization": True}

@@ -16,6 +16,7 @@ from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.trainer import device, no_te
 from dapo_megatron.trainer.attention import PackedCoreAttention, RMSNorm
 from dapo_megatron.trainer.latent_attention import LatentSelfAttention
+from dapo_megatron.trainer.router import ReplayedRouter
 
 Backend = Literal["te", "local"]
 
@@ -79,15 +80,19 @@ def local_layer_spec(arch: Architecture, *, experts: bool) -> ModuleSpec:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     if experts:  # not in front of a router
         del fused["pre_mlp_layernorm."]
+        layer.mlp.submodules.router = ReplayedRouter
     layer.sharded_state_dict_keys_map = {name: linear + "layer_norm_" for name, linear in fused.items()}
     return spec
 
 
 def te_layer_spec(arch: Architecture, *, experts: bool) -> ModuleSpec:
     """A decoder layer of Transformer Engine: norms fused into the linears behind them, experts in grouped products."""
-    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         **_spec_fields(arch, experts=experts), moe_grouped_gemm=experts
     )
+    if experts:
+        spec.submodules.mlp.submodules.router = ReplayedRouter
+    return spec
 
 
 def te_packed(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:

@@ -10,7 +10,7 @@ from dapo_megatron.trainer.critic import Critic
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy, combine
 from dapo_megatron.trainer.reference import Reference
-from dapo_megatron.trainer.trained import Metrics
+from dapo_megatron.trainer.trained import Metrics, TrainedModel
 
 
 class Learner:
@@ -22,6 +22,11 @@ class Learner:
         self.policy = Policy(config, layout)
         self.reference = Reference(config, layout) if algorithm.has_reference else None
         self.critic = Critic(config, layout) if algorithm.has_critic else None
+
+    @property
+    def models(self) -> list[TrainedModel]:
+        """What is trained: policy and critic."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     def prepare(self, batch: Batch) -> Metrics:
         """Score the batch with the weights of the step's start, and give its tokens their advantages."""

@@ -22,6 +22,7 @@ from dapo_megatron.trainer.batching import Batch, MicroBatch, MiniBatch, Packing
 from dapo_megatron.trainer.build import build_model, export_weights, load_weights
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.precision import check_machine
+from dapo_megatron.trainer.router_replay import RouterReplay
 from dapo_megatron.trainer.trained import Metrics, TrainedModel, means, outputs_of
 
 # Summed over the tokens of a mini-batch and divided by their number, and taken at their largest.
@@ -81,6 +82,8 @@ class Policy(TrainedModel):
         reader = open_weights(path)
         masters = [load_weights(chunk, reader) for chunk in chunks]
         super().__init__(config, layout, chunks, masters, config.optimizer)
+        if (replayed := config.training.router_replay) != "off":
+            self.replay = RouterReplay(self.ddp, records=replayed == "R2")
 
     def old_log_probs(self, batch: Batch) -> list[Tensor]:
         """Log-probs under pi_old, as `algorithm.old_log_probs` says: by this policy or the engine, fp32 [n] each."""
@@ -91,12 +94,13 @@ class Policy(TrainedModel):
         """Log-probs of the response tokens under the current weights, per micro-batch of this rank.
 
         The forward pass runs on the update's own micro-batches, so that the first update starts at a ratio of
-        exactly 1 wherever kernels are deterministic.
+        exactly 1 wherever kernels are deterministic. Router replay takes its routes from the batch (R3), or leaves them
+        there for the updates (R2).
 
         Returns:
             fp32 [n] tensors; empty ones on all but the last pipeline stage.
         """
-        return outputs_of(self.ddp, batch.micro_batches(), lambda outputs: outputs[0])
+        return outputs_of(self.ddp, batch.micro_batches(), lambda outputs: outputs[0], self.replay)
 
     def update(self, mini_batch: MiniBatch) -> Metrics:
         """One optimizer step on a mini-batch. Returns metrics over the whole mini-batch, the same on every rank.
@@ -117,7 +121,8 @@ class Policy(TrainedModel):
         stored = self.backward(mini_batch, loss, force_all_reduce=force_all_reduce)
         values = self.reduce(stored, ("loss", *MEANS), MAXIMA)
         averages = means({name: values[name] for name in MEANS}, mini_batch.num_tokens)
-        return values | averages
+        routed = {"router_mismatch": self.replay.mismatch()} if self.replay is not None else {}
+        return values | averages | routed
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of all weights; a collective over the ranks with `layout.sends_weights`."""

@@ -56,4 +56,4 @@ def gather_by_response(micro_batches: Sequence[MicroBatch], values: Sequence[Ten
     for responses, places, tokens in (micro for part in parts for micro in part):
         for response, place, token in zip(responses.tolist(), places.tolist(), tokens, strict=True):
             found.setdefault(response, {})[place] = token
-    return {r: torch.stack([tokens[place] for place in range(len(tokens))]) for r, tokens in found.items()}
+    return {r: torch.stack([tokens[place] for place in sorted(tokens)]) for r, tokens in found.items()}

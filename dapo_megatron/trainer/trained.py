@@ -1,6 +1,7 @@
 """What every model that is trained has: chunks in a layout, optimizer, schedule, passes over micro-batches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dapo_megatron.trainer.batching import MicroBatch, MiniBatch
 from dapo_megatron.trainer.build import ModelChunk
 from dapo_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from dapo_megatron.trainer.parallel import Layout
+from dapo_megatron.trainer.router_replay import RouterReplay
 
 Metrics = dict[str, float]
 Loss = Callable[[MicroBatch, Any], tuple[Tensor, Tensor, Any]]
@@ -24,13 +26,18 @@ Loss = Callable[[MicroBatch, Any], tuple[Tensor, Tensor, Any]]
 
 
 def run_schedule(
-    modules: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss, **options: Any
+    modules: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    loss: Loss,
+    replay: RouterReplay | None = None,
+    **options: Any,
 ) -> list[Any]:
     """Megatron's pipeline schedule over the micro-batches; what `loss` kept of each, on the last pipeline stage."""
 
     def forward(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         micro = next(batches)
-        outputs = model(micro.input_ids, None, None, labels=micro.targets, packed_seq_params=micro.packed)
+        with replay.passing(model, micro) if replay is not None else nullcontext():
+            outputs = model(micro.input_ids, None, None, labels=micro.targets, packed_seq_params=micro.packed)
         return outputs, lambda result: loss(micro, result)
 
     schedule: Callable[..., list[Any]] = get_forward_backward_func()
@@ -46,7 +53,10 @@ def run_schedule(
 
 
 def outputs_of(
-    modules: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], choose: Callable[[Any], Tensor]
+    modules: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    choose: Callable[[Any], Tensor],
+    replay: RouterReplay | None = None,
 ) -> list[Tensor]:
     """What `choose` takes of the model's outputs, per micro-batch, without gradients.
 
@@ -62,12 +72,12 @@ def outputs_of(
         return loss, torch.zeros_like(loss, dtype=torch.int), chosen
 
     with torch.no_grad():
-        kept = run_schedule(modules, micro_batches, keep, forward_only=True)
+        kept = run_schedule(modules, micro_batches, keep, replay, forward_only=True)
     return kept or [torch.empty(0)] * len(micro_batches)
 
 
 class TrainedModel:
-    """Model chunks on this rank with their optimizer and schedule.
+    """Model chunks on this rank with their optimizer and schedule. `replay` is the policy's, where it is configured.
 
     Args:
         config: the run's configuration.
@@ -76,6 +86,8 @@ class TrainedModel:
         masters: for each chunk, local shards in the precision of the checkpoint, by parameter name.
         optimizer: settings of its AdamW.
     """
+
+    replay: RouterReplay | None = None
 
     def __init__(
         self,
@@ -112,7 +124,7 @@ class TrainedModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         return run_schedule(
-            self.ddp, mini_batch.micro_batches, loss, forward_only=False, force_all_reduce=force_all_reduce
+            self.ddp, mini_batch.micro_batches, loss, self.replay, forward_only=False, force_all_reduce=force_all_reduce
         )
 
     def apply_gradients(self, mini_batch: MiniBatch) -> Metrics:
@@ -131,6 +143,20 @@ class TrainedModel:
         device.release_memory()
         norm = float(grad_norm) if succeeded else float("nan")
         return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not succeeded)}
+
+    def free_gradients(self) -> None:
+        """Give up the memory of the main gradients until `allocate_gradients`: every `backward` begins from zeros."""
+        for gradients in self._gradient_buffers():
+            gradients.untyped_storage().resize_(0)
+
+    def allocate_gradients(self) -> None:
+        """Take memory for the main gradients again."""
+        for gradients in self._gradient_buffers():
+            gradients.untyped_storage().resize_(gradients.nbytes)
+            gradients.zero_()
+
+    def _gradient_buffers(self) -> list[Tensor]:
+        return [buffer.grad_data for chunk in self.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def reduce(self, stored: Sequence[Tensor], sums: Sequence[str], maxima: Sequence[str] = ()) -> Metrics:
         """Values of a mini-batch over micro-batches, data and context ranks and (by broadcast) pipeline stages.

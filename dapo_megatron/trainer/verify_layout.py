@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from dapo_megatron.checkpoint.hf import HFReader, write_hf
 from dapo_megatron.checkpoint.safetensors_file import Entry
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
+from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.table import hf_shapes
 from dapo_megatron.processes import die_with_parent
 from dapo_megatron.trainer import parallel
@@ -29,7 +31,7 @@ from dapo_megatron.trainer.build import export_weights
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.ranks import gather_by_response
 from dapo_megatron.trainer.trained import Metrics
-from dapo_megatron.types import BatchHeader, TokenBlock
+from dapo_megatron.types import BatchHeader, Int16, TokenBlock
 
 OLD_POLICY_NOISE = 0.25
 """Standard deviation of log r: some tokens' ratios are clipped, most are not."""
@@ -134,6 +136,10 @@ def random_batch(policy: Policy, seed: int = 0) -> Batch:
         max_tokens=policy.config.generation_limit,
         seed=seed,
     )
+    if policy.config.training.router_replay == "R3":
+        tokens = replace(
+            tokens, routes=random_routes(policy.arch, len(tokens.prompt_tokens) + len(tokens.response_tokens), seed)
+        )
     batch = load_batch(header, policy.packing, policy.layout, lambda _: tokens)
     batch.set_advantages(group_advantages(torch.from_numpy(header.rewards), torch.from_numpy(header.groups)))
     return batch
@@ -181,6 +187,13 @@ def random_rollouts(
         rollout_log_probs=random.normal(ROLLOUT_MEAN, 1, int(lengths.sum())).astype(np.float32),
     )
     return header, block
+
+
+def random_routes(arch: Architecture, tokens: int, seed: int) -> Int16:
+    """Any experts for every token in every layer that has some, int16 [tokens, L, k]."""
+    layers = sum(arch.has_experts(layer) for layer in range(arch.num_layers))
+    order = np.random.default_rng(seed).random((tokens, layers, arch.num_experts)).argsort(-1)
+    return order[..., : arch.experts_per_token].astype(np.int16)
 
 
 def nearby_log_probs(batch: Batch, log_probs: list[Tensor]) -> list[Tensor]:

@@ -1,75 +1,106 @@
 """The policy's weights on their way to the servers, and the proof that they arrived (law 3)."""
 
-import asyncio
+import itertools
+import logging
+import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dapo_megatron.config.run import Config
-from dapo_megatron.models.table import exact_tensors, hf_shapes
-from dapo_megatron.rollout.client import Generated, ServerClient
-from dapo_megatron.rollout.requests import Sampling
-from dapo_megatron.sync.sender import WeightSender
-from dapo_megatron.trainer import device
-from dapo_megatron.trainer.batching import load_batch
+from dapo_megatron.rollout.handle import Rollouts
+from dapo_megatron.rollout.jobs import Admission
+from dapo_megatron.rollout.requests import Server
+from dapo_megatron.sync.conductor import CacheReset
+from dapo_megatron.sync.proof import proved_plan
+from dapo_megatron.sync.pusher import Member, WeightPusher
+from dapo_megatron.sync.server_admin import OtherBytesError, ServerError
 from dapo_megatron.trainer.build import local_rows
+from dapo_megatron.trainer.colocated import Turns
 from dapo_megatron.trainer.policy import Policy
-from dapo_megatron.trainer.ranks import gather_by_response, on_rank_zero
-from dapo_megatron.types import BatchHeader, Int32, TokenBlock
-
-# One server: base URL and token.
-Server = tuple[str, str]
+from dapo_megatron.trainer.probe import Gap, Probe
+from dapo_megatron.trainer.pushers import new_pusher
+from dapo_megatron.trainer.trained import TrainedModel
 
 NOISE = 0.1  # of each parameter's own standard deviation
-PROBE_TOKENS, PROBES = 24, 4
-# fp32: largest difference of a log-prob. bf16: mean difference, against that before the noise.
-FP32_LIMIT, BF16_FACTOR, BF16_FLOOR = 1e-4, 1.5, 0.02
+BLAMELESS_FAILURES = 3  # in a row, of a push in which no server can be named
+logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Pushes the policy's weights from rank 0 to every server. All ranks call the same methods.
+    """Pushes the policy's weights to every server. All ranks call the same methods.
 
     Args:
         config: the run's configuration.
         policy: whose weights are pushed.
-        servers: the servers; an empty list (a replayed run) makes every push do nothing.
+        rollouts: knows the servers. Where there are none (a replayed run), every push does nothing.
+        models: all that are trained on these ranks, the policy among them.
     """
 
-    def __init__(self, config: Config, policy: Policy, servers: Sequence[Server]) -> None:
-        self._config, self._policy, self._servers = config, policy, list(servers)
-        self._plan = list(hf_shapes(policy.arch).items())
-        self._sender: WeightSender | None = None
-        if servers and policy.layout.rank == 0:
-            self._sender = WeightSender(
-                servers,
-                host=config.fleet.host,
-                bucket_bytes=int(config.fleet.bucket_mb * (1 << 20)),
-                dtype=getattr(torch, config.fleet.dtype),
-                timeout=config.fleet.push_timeout,
-                backend=device.backend(),
-                exact=exact_tensors(policy.arch),
-            )
-            self._sender.connect()
+    def __init__(self, config: Config, policy: Policy, rollouts: Rollouts, models: Sequence[TrainedModel]) -> None:
+        self._config, self._policy, self._rollouts = config, policy, rollouts
+        self._first = policy.layout.rank == 0
+        self._pushes = 0
+        self._unprobed = 0  # pushes since the last probe
+        self._connected: tuple[Server, ...] = ()
+        self._before = 0.0  # mean gap after the first push
+        self._pusher: WeightPusher | None = None
+        if config.has_servers:
+            self._plan = proved_plan(config, policy.arch, policy.layout.world_size)
+            self._pusher = self._new_pusher()
+            self._probe = Probe(config, policy)
+        self._turns: Turns | None = None
+        if config.has_servers and config.fleet.mode == "colocated":
+            self._turns = Turns(models, config.fleet.push_timeout)
+
+    def begin_training(self) -> None:
+        """Colocated servers, which have the GPUs from a push on, give them to the trainer until the next."""
+        if self._turns is not None:
+            self._turns.train(self._connected)
 
     def push(self, version: int) -> None:
         """Give every server the current weights as `version`; hashes compared, prefix caches reset.
 
+        A server that fails or is late is left out: the controller takes it out of the fleet.
+
         Raises:
-            ServerError: on rank 0, naming the server that failed.
+            RuntimeError: naming the tensor, where a server received other bytes than were sent; naming the server,
+                where one computes something else (`fleet.probe_every`).
         """
-        if not self._servers or not self._policy.layout.sends_weights:
+        if self._pusher is None:
             return
-        tensors = self._policy.export()
-        if self._sender is not None:
-            self._sender.push(tensors, self._plan, version)
-        else:
-            for _ in tensors:  # take part in the gathering of each parameter
-                pass
+        servers = self._push(self._pusher, version, self._reset)
+        self._unprobed += 1
+        if self._config.fleet.probe_every is not None and self._unprobed >= self._config.fleet.probe_every:
+            self._probe.check(self._gaps(servers, version), self._before)
+
+    def admit(self, admission: Admission, version: int) -> None:
+        """Bring the current weights, those of `version`, to servers that come back, while the others go on.
+
+        Raises:
+            RuntimeError: as in `push`.
+        """
+        admitted, failed = list(admission.servers), {}
+        pusher = self._new_pusher()
+        try:
+            pusher.connect(_members(admission.servers))
+            # It may still work on answers that nobody waits for.
+            pusher.push(version, self._complete_reset)
+        except OtherBytesError:
+            raise
+        except ServerError as error:
+            culprits = [server for server in admission.servers if server.url == error.url] or admission.servers
+            failed, admitted = {server.id: str(error) for server in culprits}, []
+        finally:
+            pusher.close()
+        gaps = self._probe.gaps(admitted, version)
+        self._probe.check(gaps, self._before)
+        failed |= {server.id: "it did not answer the probe" for server in admitted if server.id not in gaps}
+        if self._first:
+            self._rollouts.admitted(admission.number, version, list(gaps), failed)
 
     def verify(self, version: int) -> None:
         """Prove that pushes change what the servers compute: push noisy weights twice, compare log-probs, undo.
@@ -78,84 +109,86 @@ class WeightSync:
         the tolerance. Ends with the original weights pushed as `version`.
 
         Raises:
-            RuntimeError: naming the difference, if the servers' log-probs are not the trainer's.
+            RuntimeError: naming server and difference, if its log-probs are not the trainer's.
         """
-        if not self._servers:
+        if self._pusher is None:
             return
-        self.push(version)
-        before = self._gap()
+        reset = self._complete_reset  # all these weights have the same version
+        gaps = self._gaps(self._push(self._pusher, version, reset), version)
+        self._before = max((gap.mean for gap in gaps.values()), default=0.0)
         kept = self._add_noise()
-        self.push(version)
-        self.push(version)
-        noisy = self._gap()
+        self._push(self._pusher, version, reset)
+        noisy = self._gaps(self._push(self._pusher, version, reset), version)
         self._restore(kept)
-        self.push(version)
-        if self._config.training.precision == "fp32" and self._config.fleet.dtype == "float32":
-            if noisy[1] > FP32_LIMIT:
-                raise RuntimeError(
-                    f"after a push the servers' log-probs differ from the trainer's by up to {noisy[1]:.1e} "
-                    f"(limit {FP32_LIMIT:.0e}): the servers do not compute with the weights that were sent"
-                )
-        elif noisy[0] > max(BF16_FLOOR, BF16_FACTOR * before[0]):
-            raise RuntimeError(
-                f"after a push the servers' log-probs differ from the trainer's by {noisy[0]:.3f} on average, "
-                f"before it by {before[0]:.3f}: the servers do not compute with the weights that were sent"
-            )
+        self._push(self._pusher, version, reset)
+        self._probe.check(noisy, self._before)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the transfer group."""
-        if self._sender is not None:
-            self._sender.close()
+        """Leave the transfer groups."""
+        if self._pusher is not None:
+            self._pusher.close()
 
-    def _gap(self) -> tuple[float, float]:
-        """(mean, largest) absolute difference of log-probs over fresh samples of every server."""
-        prompt = range(min(PROBE_TOKENS, self._policy.arch.vocab_size))  # any tokens will do
-        sampling = Sampling(PROBE_TOKENS, self._config.rollout.temperature, ignore_eos=True)
-        answers = on_rank_zero(lambda: asyncio.run(_sample(self._servers, prompt, sampling)))
-        ours = self._score(prompt, answers)
+    @property
+    def _complete_reset(self) -> CacheReset:
+        """Forgets everything, whatever runs; but vLLM refuses to interrupt requests that record routes."""
+        return "idle" if self._config.training.router_replay == "R3" else "running"
 
-        def compare() -> tuple[float, float]:
-            theirs = torch.tensor([value for answer in answers for value in answer.log_probs])
-            difference = (torch.cat([ours[i] for i in range(len(answers))]) - theirs).abs()
-            return float(difference.mean()), float(difference.max())
+    @property
+    def _reset(self) -> CacheReset:
+        """That of a push while answers may be under way, which may have been promised their keys and values."""
+        if self._config.rollout.pipeline != "async":
+            return "idle"
+        return "no" if self._config.fleet.on_push == "keep" or self._complete_reset == "idle" else "running"
 
-        return on_rank_zero(compare)
+    def _push(self, pusher: WeightPusher, version: int, reset: CacheReset) -> Sequence[Server]:
+        """Push until all servers that are left have the weights; these servers."""
+        number, self._pushes = self._pushes, self._pushes + 1
+        if self._first:
+            self._rollouts.begin_push(number, version)
+        blameless = 0
+        for attempt in itertools.count():
+            servers = tuple(self._rollouts.servers_for_push(number, attempt))
+            begun = time.monotonic()
+            try:
+                if servers != self._connected:
+                    self._connected = ()
+                    if servers:
+                        pusher.connect(_members(servers))
+                    self._connected = servers
+                if servers:
+                    self._push_to(servers, pusher, version, reset)
+                break
+            except OtherBytesError:
+                raise
+            except ServerError as error:
+                self._connected = ()
+                blameless = 0 if error.url else blameless + 1
+                if blameless == BLAMELESS_FAILURES:
+                    raise
+                if self._first:
+                    logger.warning("push of version %d, attempt %d: %s", version, attempt + 1, error)
+                    culprit = next((server.id for server in servers if server.url == error.url), "")
+                    self._rollouts.push_failed(number, attempt, culprit, str(error))
+        if self._first:
+            self._rollouts.push_done(number, attempt, time.monotonic() - begun)
+        return servers
 
-    def _score(self, prompt: Sequence[int], answers: Sequence[Generated]) -> dict[int, Tensor]:
-        """The trainer's log-probs of each answer, on the CPU; complete on every rank."""
-        lengths = np.array([len(answer.token_ids) for answer in answers], np.int32)
-        count = len(answers)
-        header = BatchHeader(
-            step=0,
-            groups=np.zeros(count, np.int32),
-            draws=np.zeros(1, np.int32),
-            prompt_ids=np.zeros(1, np.int32),
-            prompt_lengths=np.array([len(prompt)], np.int32),
-            response_lengths=lengths,
-            rewards=np.zeros(count, np.float32),
-            correct=np.zeros(count, bool),
-            truncated=np.zeros(count, bool),
-        )
-        packing = self._policy.packing
-        longest = int(packing.padded(np.array([len(prompt) + PROBE_TOKENS], np.int32))[0])
-        budget = max(packing.micro_batch_tokens, -(-longest // packing.total_multiple) * packing.total_multiple)
-        packing = replace(packing, mini_batch=count, micro_batch_tokens=budget)
+    def _push_to(self, servers: Sequence[Server], pusher: WeightPusher, version: int, reset: CacheReset) -> None:
+        if self._turns is not None:
+            self._turns.take_weights(servers)
+        pusher.push(version, reset)
+        if self._turns is not None:
+            self._turns.generate(servers)
 
-        def tokens_of(members: Int32) -> TokenBlock:
-            return TokenBlock(
-                responses=members,
-                prompt_lengths=np.full(len(members), len(prompt), np.int32),
-                response_lengths=lengths[members],
-                prompt_tokens=np.tile(np.array(prompt, np.int32), len(members)),
-                response_tokens=np.array([t for r in members for t in answers[r].token_ids], np.int32),
-                rollout_log_probs=np.array([v for r in members for v in answers[r].log_probs], np.float32),
-            )
+    def _gaps(self, servers: Sequence[Server], version: int) -> dict[str, Gap]:
+        self._unprobed = 0
+        return self._probe.gaps(servers, version)
 
-        batch = load_batch(header, packing, self._policy.layout, tokens_of)
-        return gather_by_response(batch.micro_batches(), self._policy.log_probs(batch))
+    def _new_pusher(self) -> WeightPusher:
+        return new_pusher(self._config, self._policy, self._plan)
 
     @torch.no_grad()
     def _add_noise(self) -> list[Tensor]:
@@ -181,11 +214,5 @@ class WeightSync:
         return (parameter for chunk in self._policy.chunks for parameter in chunk.parameters())
 
 
-async def _sample(servers: Sequence[Server], prompt: Sequence[int], sampling: Sampling) -> list[Generated]:
-    """PROBES answers of every server, in the order of the servers."""
-    answers = []
-    for url, token in servers:
-        async with ServerClient(url, token, timeout=300) as client:
-            requests = [client.generate(prompt, sampling, f"probe-{i}") for i in range(PROBES)]
-            answers += await asyncio.gather(*requests)
-    return answers
+def _members(servers: Sequence[Server]) -> list[Member]:
+    return [Member(server.id, server.url, server.token) for server in servers]

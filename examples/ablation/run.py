@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -214,12 +214,13 @@ def finished_runs(jobs: Sequence[Job]) -> list[Run]:
     return [read_run(job.folder, job.arm, job.seed) for job in jobs if job.finished]
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run the ablation and report it.")
+def parse(arguments: Sequence[str] | None, description: str, out: Path) -> argparse.Namespace:
+    """The options of a harness; `out` is the default of --out."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each arm, with the seeds 1 to N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="runs at the same time, a core each")
     parser.add_argument("--arms", metavar="A,B", help="only these arms of arms.yaml")
-    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), metavar="DIR", help="folder of all runs")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="folder of all runs")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="most seconds of one run")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="write the results there as well")
     options = parser.parse_args(arguments)
@@ -228,9 +229,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+Report = Callable[[Plan, Sequence[Job], Path], Sequence[Path]]
+"""Writes what the finished jobs of a plan achieved into a folder; returns the files."""
+
+
 def main(arguments: Sequence[str] | None = None, base: Path = BASE, arms: Path = ARMS) -> int:
+    """The ablation; exit codes of `run_and_report`."""
+    options = parse(arguments, "Run the ablation and report it.", Path("runs/ablation"))
+    return run_and_report(options, base, arms, lambda plan, jobs, to: write(Results(plan, finished_runs(jobs)), to))
+
+
+def run_and_report(options: argparse.Namespace, base: Path, arms: Path, report: Report) -> int:
     """Exit code 0, 1 when a run failed, 2 for a user error, 130 for Ctrl-C and 143 for SIGTERM."""
-    options = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks are left
     try:
         plan = read_plan(arms)
@@ -238,13 +248,12 @@ def main(arguments: Sequence[str] | None = None, base: Path = BASE, arms: Path =
         jobs = make_jobs(plan, chosen, options.seeds, base, options.out)
         failures = run_jobs(jobs, options.jobs, options.timeout)
     except UserError as error:
-        print(f"ablation: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    results = Results(plan, finished_runs(jobs))
     for folder in [options.out, *([options.publish] if options.publish else [])]:
-        print("wrote", *write(results, folder))
+        print("wrote", *report(plan, jobs, folder))
     for failure in failures:
         print(failure.text(), file=sys.stderr)
     return 1 if failures else 0

@@ -3,21 +3,25 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dapo_megatron.algorithm.advantage import group_advantages
 from dapo_megatron.trainer import parallel
-from dapo_megatron.trainer.batching import MiniBatch
+from dapo_megatron.trainer.batching import Batch, MiniBatch, load_batch
 from dapo_megatron.trainer.build import export_weights
+from dapo_megatron.trainer.columns import gather_column
 from dapo_megatron.trainer.policy import Metrics, Policy
 from dapo_megatron.trainer.ranks import gather_by_response
 from dapo_megatron.trainer.verify_layout import compare, compute_in_fp64, nearby_log_probs, random_batch
-from tests.batches import make_config
+from tests.batches import make_config, partly_old
 
 # Name, and what it replaces in the `algorithm` section. Responses' ratios stay nearer to 1 than tokens'.
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -33,6 +37,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "token_mean": {},
 }
 ON_POLICY = "sequence_mean"  # the others start from an older policy, so that clipping acts
+PARTLY_OLD = "gspo"  # of some responses, a part or all is of weights too old for the loss
 SAMPLES = 4
 
 
@@ -70,7 +75,8 @@ def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, Metrics], dict
     for name in case.get("objectives", OBJECTIVES):
         policy.config.algorithm = type(policy.config.algorithm).model_validate(OBJECTIVES[name])
         batch.set_old_log_probs(own if name == ON_POLICY else nearby_log_probs(batch, own))
-        metrics[name] = policy.gradients(mini_batch, force_all_reduce=True)
+        trained = without_old_tokens(policy, batch, own) if name == PARTLY_OLD else mini_batch
+        metrics[name] = policy.gradients(trained, force_all_reduce=True)
         if policy.layout.sends_weights:
             gradients = export_weights(policy.chunks, lambda parameter: parameter.main_grad)
             results |= {f"grad {name}/{parameter}": g.clone() for parameter, g in gradients}
@@ -78,6 +84,21 @@ def run_case(model: str, case: dict[str, Any]) -> tuple[dict[str, Metrics], dict
         changes, metrics["updates"] = update_twice(policy, mini_batch)
         results |= {f"change/{name}": change for name, change in changes.items()}
     return metrics, results
+
+
+def without_old_tokens(policy: Policy, batch: Batch, own: list[Tensor]) -> MiniBatch:
+    """The batch again; of every four responses, the second is half, the third completely out of the loss."""
+    header = batch.header
+    old = np.array([0, 1, 2, 0])[np.arange(header.num_responses) % 4] * header.response_lengths // 2
+    header = replace(partly_old(header, old), oldest_in_loss=1)
+    young = load_batch(header, policy.packing, policy.layout, batch.fetch)
+    column = gather_column(batch, own, policy.layout)
+    last_stage = policy.layout.pipeline_rank == policy.layout.pipeline - 1
+    picked = young.pick(column) if last_stage else [torch.empty(0) for _ in young.micro_batches()]
+    young.set_old_log_probs(nearby_log_probs(young, picked))
+    young.set_advantages(group_advantages(torch.from_numpy(header.rewards), torch.from_numpy(header.groups)))
+    (mini_batch,) = young.mini_batches()
+    return mini_batch
 
 
 def update_twice(policy: Policy, mini_batch: MiniBatch) -> tuple[dict[str, Tensor], Metrics]:

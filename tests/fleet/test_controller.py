@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -17,9 +18,13 @@ from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.rollout.client import ServerClient
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.handle import ControllerError, RemoteRollouts, Replay, StopRun, open_rollouts
+from dapo_megatron.rollout.jobs import Admission, BudgetExhaustedError
+from dapo_megatron.rollout.members import VersionError
+from dapo_megatron.rollout.records import Records
+from dapo_megatron.rollout.requests import Server
 from dapo_megatron.rollout.sampler import Progress
-from dapo_megatron.rollout.service import BudgetExhaustedError
 from dapo_megatron.rollout.work import RolloutWork, load_data
+from dapo_megatron.rollout.worker import open_engine
 from tests.fleet.conftest import MAX_MODEL_LEN, RunningServer
 from tests.fleet.tiny import load, log_probs
 from tests.processes import descendants, gone_within
@@ -29,6 +34,10 @@ MAX_TOKENS = 200
 
 def quiet(done: float, total: float, text: str) -> None:
     pass
+
+
+def nobody(admission: Admission) -> None:
+    raise AssertionError(f"{admission} was not expected")
 
 
 def make_config(model: Path, task: Path, fleet: FleetConfig, run_dir: Path, **rollout: object) -> Config:
@@ -47,20 +56,30 @@ def make_config(model: Path, task: Path, fleet: FleetConfig, run_dir: Path, **ro
 
 
 class Bench:
-    """`RolloutWork` on the shared server, in this process."""
+    """`RolloutWork` on the shared server, in this process. `version` is that of its weights, which other tests change.
 
-    def __init__(self, config: Config, running: RunningServer) -> None:
-        self.config, self.running = config, running
+    The fleet believes it to be `lie` versions newer.
+    """
+
+    def __init__(self, config: Config, running: RunningServer, lie: int) -> None:
+        self.config, self.running, self.lie = config, running, lie
+        self.version = 0
+        self._parts = AsyncExitStack()
 
     async def __aenter__(self) -> RolloutWork:
         tokenizer = Tokenizer(self.config.model.path)
-        self._client = ServerClient(self.running.url, self.running.token, timeout=60)
-        await self._client.__aenter__()
-        data = load_data(self.config, tokenizer, None)
-        return RolloutWork(self.config, data, tokenizer, Fleet([self._client], retries=1))
+        async with ServerClient(self.running.url, self.running.token, timeout=60) as client:
+            self.version = (await client.facts()).weights
+        engine = await self._parts.enter_async_context(open_engine(self.config))
+        records = Records(Path(self.config.run.dir) / "rollouts")
+        self._parts.callback(records.close)
+        fleet = Fleet(engine, self.config.fleet, records)
+        self._parts.push_async_callback(fleet.close)
+        fleet.add(Server("shared", self.running.url, self.running.token), self.version + self.lie)
+        return RolloutWork(self.config, load_data(self.config, tokenizer, None), tokenizer, fleet, engine, records)
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.__aexit__()
+        await self._parts.aclose()
 
 
 MakeBench = Callable[..., Bench]
@@ -69,19 +88,18 @@ MakeBench = Callable[..., Bench]
 @pytest.fixture
 def bench(running: RunningServer, task: Path, tiny_fleet: FleetConfig, tmp_path: Path) -> MakeBench:
     """Makes benches; keyword arguments go into the `rollout` section."""
-    return lambda **rollout: Bench(make_config(running.model, task, tiny_fleet, tmp_path / "run", **rollout), running)
 
+    def make(lie: int = 0, **rollout: object) -> Bench:
+        return Bench(make_config(running.model, task, tiny_fleet, tmp_path / "run", **rollout), running, lie)
 
-async def version_of(work: RolloutWork) -> int:
-    """The weight version now in the shared server, which other tests change."""
-    header, _ = await work.sample(0, 0, Progress())
-    return int(header.versions[0, 0])
+    return make
 
 
 async def test_a_batch_holds_mixed_groups_with_the_log_probs_of_the_model(bench: MakeBench) -> None:
-    async with bench() as rollouts:
-        version = await version_of(rollouts)
-        header, tokens = await rollouts.sample(1, version, Progress())
+    made = bench()
+    async with made as rollouts:
+        version = made.version
+        header, tokens = await rollouts.sample(1, version, version, Progress())
     assert len(header.draws) == 4
     right = np.bincount(header.groups, weights=header.correct)
     assert ((right > 0) & (right < 8)).all()
@@ -95,19 +113,19 @@ async def test_a_batch_holds_mixed_groups_with_the_log_probs_of_the_model(bench:
     np.testing.assert_array_equal(header.rewards, np.where(header.correct, 1, -1))
 
 
-async def test_tokens_of_another_version_are_counted(bench: MakeBench) -> None:
-    async with bench() as rollouts:
-        version = await version_of(rollouts)
-        header, _ = await rollouts.sample(1, version + 1, Progress())
-    assert header.stats["stale_tokens"] == header.response_lengths.sum()
+async def test_answers_of_other_weights_than_the_server_should_have_end_the_run(bench: MakeBench) -> None:
+    made = bench(lie=1)
+    async with made as rollouts:
+        with pytest.raises(VersionError, match=rf"server shared \(http\S+\) .* with weights {made.version}, but"):
+            await rollouts.sample(1, made.version + 1, made.version + 1, Progress())
 
 
 async def test_each_batch_is_recorded(bench: MakeBench) -> None:
     recorder = bench()
     async with recorder as rollouts:
-        header, tokens = await rollouts.sample(1, 0, Progress())
+        header, tokens = await rollouts.sample(1, 0, 0, Progress())
     with Replay(Path(recorder.config.run.dir) / "rollouts") as replay:
-        recorded = replay.wait(1, quiet)
+        recorded = replay.wait(1, quiet, nobody)
         block = replay.tokens(1, np.arange(header.num_responses, dtype=np.int32))
     np.testing.assert_array_equal(recorded.rewards, header.rewards)
     assert recorded.cursor == header.cursor
@@ -118,20 +136,20 @@ async def test_each_batch_is_recorded(bench: MakeBench) -> None:
 async def test_a_used_up_budget_can_end_the_run(bench: MakeBench) -> None:
     async with bench(max_prompts_per_step=4, on_exhausted="stop", temperature=1e-3) as rollouts:
         with pytest.raises(BudgetExhaustedError, match=r"the whole budget of 4 prompts gave \d of the 4 groups"):
-            await rollouts.sample(1, 0, Progress())
+            await rollouts.sample(1, 0, 0, Progress())
 
 
 async def test_a_cancelled_sampling_leaves_the_server_idle(bench: MakeBench, running: RunningServer) -> None:
     async with bench(max_tokens=MAX_TOKENS) as rollouts:
         progress = Progress()
-        task = asyncio.create_task(rollouts.sample(1, 0, progress))
+        task = asyncio.create_task(rollouts.sample(1, 0, 0, progress))
         await asyncio.sleep(0.5)
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     async with bench() as rollouts:
-        await rollouts.sample(2, 0, Progress())  # the server's figures are those of its last step
+        await rollouts.sample(2, 0, 0, Progress())  # the server's figures are those of its last step
     reply = httpx.get(f"{running.url}/metrics", headers={"Authorization": f"Bearer {running.token}"})
     counts = re.findall(r"(?m)^vllm:num_requests_(?:running|waiting)\{.*\} (.*)$", reply.raise_for_status().text)
     assert len(counts) >= 2
@@ -152,7 +170,8 @@ async def test_evaluation_scores_the_held_out_problems(bench: MakeBench) -> None
 def managed(
     tiny_model: Path, task: Path, tiny_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RemoteRollouts]:
-    config = make_config(tiny_model, task, tiny_fleet, tmp_path_factory.mktemp("managed"))
+    fleet = tiny_fleet.model_copy(update={"max_restarts": 0})
+    config = make_config(tiny_model, task, fleet, tmp_path_factory.mktemp("managed"))
     with open_rollouts(config, 0, lambda start: start()) as rollouts:
         assert isinstance(rollouts, RemoteRollouts)
         yield rollouts
@@ -162,22 +181,26 @@ def managed(
 def test_a_run_from_start_to_a_server_that_dies(managed: RemoteRollouts, tiny_model: Path) -> None:
     assert managed._process is not None
     controller = managed._process.process
-    assert len(managed.wait_ready(quiet)) == 1
-    managed.begin(1, version=0)
-    header = managed.wait(1, quiet)
+    managed.wait_ready(quiet)
+    managed.begin_push(0, version=0)
+    (server,) = managed.servers_for_push(0, 0)
+    assert server.id == "server_0"
+    managed.push_done(0, 0, 0.0)  # it has the weights of version 0 from the model's folder
+    managed.begin(1, 0, 0)
+    header = managed.wait(1, quiet, nobody)
     assert not isinstance(header, StopRun)
     assert header.stats["stale_tokens"] == 0
     block = managed.tokens(1, np.array([5], dtype=np.int32))
     expected = log_probs(load(tiny_model), block.prompt_tokens.tolist(), block.response_tokens.tolist())
     np.testing.assert_allclose(block.rollout_log_probs, expected, atol=1e-4)
-    assert len(managed.evaluate("before", quiet)["scores"]) == 6
+    assert len(managed.evaluate("before", quiet, nobody)["scores"]) == 6
 
     processes = descendants(controller.pid)
     assert processes
     os.kill(processes[0], signal.SIGKILL)
-    managed.begin(2, version=0)
-    with pytest.raises(ControllerError, match="vLLM server 0 ended with code -9"):
-        managed.wait(2, quiet)
+    managed.begin(2, 0, 0)
+    with pytest.raises(ControllerError, match=r"(?s)no vLLM server is left.*vLLM server_0: it ended with code -9"):
+        managed.wait(2, quiet, nobody)
     managed._process.stop()
     assert controller.poll() == 0
     assert all(gone_within(pid, 5) for pid in processes)

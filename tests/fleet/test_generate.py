@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from dapo_megatron.rollout.client import Generated, RequestError, ServerClient
-from dapo_megatron.rollout.requests import Sampling
+from dapo_megatron.rollout.client import ServerClient
+from dapo_megatron.rollout.requests import Generated, RequestError, Sampling
 from tests.fleet.conftest import MAX_MODEL_LEN, RunningServer
 from tests.fleet.tiny import END, load, log_probs
 
@@ -26,7 +26,7 @@ async def generate(running: RunningServer, sampling: Sampling, prompt: list[int]
 
 
 def largest_difference(model: Qwen2ForCausalLM, answer: Generated, temperature: float = 1.0) -> float:
-    expected = log_probs(model, PROMPT, list(answer.token_ids), temperature)
+    expected = log_probs(model, PROMPT, answer.token_ids.tolist(), temperature)
     return float((expected - torch.tensor(answer.log_probs)).abs().max())
 
 
@@ -36,9 +36,9 @@ async def test_greedy_answer_is_that_of_transformers(running: RunningServer, ref
     for _ in range(24):
         logits = reference(torch.tensor([PROMPT + expected])).logits[0, -1]
         expected.append(int(logits.argmax()))
-    assert list(answer.token_ids) == expected
+    assert answer.token_ids.tolist() == expected
     assert answer.finish_reason == "length"
-    assert answer.versions == (0, 0)
+    assert answer.versions.tolist() == [0] * 24
     assert largest_difference(reference, answer) < 1e-4
 
 
@@ -54,15 +54,15 @@ async def test_log_probs_are_those_of_the_sampled_distribution(
 async def test_seed_repeats_an_answer(running: RunningServer) -> None:
     same = [await generate(running, Sampling(max_tokens=16, ignore_eos=True, seed=7)) for _ in range(2)]
     other = await generate(running, Sampling(max_tokens=16, ignore_eos=True, seed=8))
-    assert same[0].token_ids == same[1].token_ids != other.token_ids
+    assert same[0].token_ids.tolist() == same[1].token_ids.tolist() != other.token_ids.tolist()
 
 
 async def test_stop_token_ends_the_answer_and_stays_in_it(running: RunningServer) -> None:
     free = await generate(running, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
-    stop = free.token_ids[5]
+    stop = int(free.token_ids[5])
     answer = await generate(running, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,)))
-    end = free.token_ids.index(stop) + 1
-    assert answer.token_ids == free.token_ids[:end]
+    end = free.token_ids.tolist().index(stop) + 1
+    assert answer.token_ids.tolist() == free.token_ids[:end].tolist()
     assert answer.log_probs == pytest.approx(free.log_probs[:end], abs=1e-4)
     assert answer.finish_reason == "stop"
 
@@ -81,14 +81,16 @@ async def test_aborted_answer_returns_what_there_is(running: RunningServer) -> N
     async with ServerClient(running.url, running.token, timeout=60) as client:
         task = asyncio.create_task(client.generate(PROMPT, sampling, request_id="to-be-aborted"))
         await asyncio.sleep(0.15)
-        await client.abort("to-be-aborted")
-        answer = await task
-    assert answer.finish_reason == "abort"
-    assert len(answer.token_ids) == len(answer.log_probs) < sampling.max_tokens
+        await client.abort(["to-be-aborted"], grace=5)
+        with pytest.raises(RequestError) as caught:
+            await task
+    answer = caught.value.partial
+    assert caught.value.kind == "aborted"
+    assert len(answer.token_ids) == len(answer.log_probs) == len(answer.versions) < sampling.max_tokens
 
 
 async def test_refused_request_names_server_and_reason(running: RunningServer) -> None:
-    with pytest.raises(RequestError, match=rf"{running.url}.*generate failed \(400\)"):
+    with pytest.raises(RequestError, match=rf"{running.url}.*maximum model length of {MAX_MODEL_LEN}"):
         await generate(running, Sampling(max_tokens=8), prompt=list(range(200)) * 2)
 
 

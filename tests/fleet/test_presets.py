@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,15 +27,15 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.monitoring.metrics import Record, read_metrics
-from dapo_megatron.rewards.function import load_function
 from dapo_megatron.rollout.blocks import BatchTokens, select
-from dapo_megatron.rollout.client import ServerClient
 from dapo_megatron.rollout.fleet import Fleet
-from dapo_megatron.rollout.handle import OnProgress
+from dapo_megatron.rollout.handle import OnAdmission, OnProgress
+from dapo_megatron.rollout.records import Records
+from dapo_megatron.rollout.requests import Server
 from dapo_megatron.rollout.sampler import Progress
 from dapo_megatron.rollout.work import RolloutWork, load_data
+from dapo_megatron.rollout.worker_process import local_engine
 from dapo_megatron.run_state.store import state_dir, state_path
-from dapo_megatron.sync.sender import WeightSender
 from dapo_megatron.sync.server_admin import ServerAdmin
 from dapo_megatron.trainer import parallel
 from dapo_megatron.types import BatchHeader, Int32, TokenBlock
@@ -43,6 +43,7 @@ from tests.fleet.conftest import RunningServer
 from tests.fleet.test_run import RUN_SECONDS
 from tests.fleet.test_run import train as train_by_command
 from tests.fleet.tiny import load, weights
+from tests.pushing import Push, plan_of
 
 STEPS = 2
 PROMPTS, SAMPLES = 4, 8
@@ -59,44 +60,72 @@ class SharedRollouts:
     """`Rollouts` that a `RolloutWork` in this process samples from a server that is running."""
 
     def __init__(self, config: Config, running: RunningServer) -> None:
-        self._config, self._running = config, running
+        self._config = config
+        self._server = Server("0", running.url, running.token)
         self._batch: tuple[BatchHeader, BatchTokens] | None = None
         self._versions: dict[int, int] = {}
+        self._pushed: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        config, running = self._config, self._running
         self._loop = asyncio.Runner().__enter__()
-        self._client = ServerClient(running.url, running.token, timeout=60)
-        self._loop.run(self._client.__aenter__())
-        tokenizer = Tokenizer(config.model.path)
-        assert config.data.reward_function is not None
-        function = load_function(config.data.reward_function)
-        fleet = Fleet([self._client], retries=1)
-        self._work = RolloutWork(config, load_data(config, tokenizer, None), tokenizer, fleet, function)
+        self._loop.run(self._open())
         return self
+
+    async def _open(self) -> None:
+        config = self._config
+        self._engine = local_engine(config)
+        records = Records(Path(config.run.dir) / "rollouts")
+        self._fleet = Fleet(self._engine, config.fleet, records)
+        self._fleet.add(self._server, None)
+        tokenizer = Tokenizer(config.model.path)
+        data = load_data(config, tokenizer, None)
+        self._work = RolloutWork(config, data, tokenizer, self._fleet, self._engine, records)
+
+    async def _close(self) -> None:
+        await self._fleet.close()
+        await self._engine.__aexit__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.run(self._client.__aexit__())
+        self._loop.run(self._close())
         self._loop.close()
 
-    def wait_ready(self, on_progress: OnProgress) -> Sequence[tuple[str, str]]:
-        return [(self._running.url, self._running.token)]
+    def wait_ready(self, on_progress: OnProgress) -> None:
+        """It runs."""
 
-    def begin(self, step: int, version: int) -> None:
+    def begin(self, step: int, version: int, trained_version: int) -> None:
         self._versions[step] = version
 
-    def wait(self, step: int, on_progress: OnProgress) -> BatchHeader:
-        self._batch = self._loop.run(self._work.sample(step, self._versions[step], Progress()))
+    def wait(self, step: int, on_progress: OnProgress, on_admission: OnAdmission) -> BatchHeader:
+        version = self._versions[step]
+        self._batch = self._loop.run(self._work.sample(step, version, version, Progress()))
         return self._batch[0]
 
     def tokens(self, step: int, responses: Int32) -> TokenBlock:
         assert self._batch is not None
         return select(*self._batch, responses)
 
-    def evaluate(self, name: str, on_progress: OnProgress) -> None:
+    def evaluate(self, name: str, on_progress: OnProgress, on_admission: OnAdmission) -> None:
         """No preset has held-out prompts."""
+
+    def begin_push(self, push: int, version: int) -> None:
+        self._pushed[push] = version
+
+    def servers_for_push(self, push: int, attempt: int) -> Sequence[Server]:
+        return [self._server]
+
+    def push_failed(self, push: int, attempt: int, id: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def push_done(self, push: int, attempt: int, seconds: float) -> None:
+        async def release() -> None:
+            self._fleet.release(self._pushed[push], ["0"])
+
+        self._loop.run(release())
+
+    def admitted(self, number: int, version: int, ids: Sequence[str], failed: Mapping[str, str]) -> None:
+        raise AssertionError("nobody joins")
 
 
 @pytest.fixture(scope="module")
@@ -110,20 +139,12 @@ def layout() -> Iterator[parallel.Layout]:
 def restored(running: RunningServer) -> Iterator[RunningServer]:
     """The shared server, which afterwards has the weights of its folder again."""
     yield running
-    sender = WeightSender(
-        [(running.url, running.token)],
-        host="127.0.0.1",
-        bucket_bytes=1 << 20,
-        dtype=torch.float32,
-        timeout=30,
-        backend="gloo",
-    )
-    tensors = weights(load(running.model))
+    restore = Push(plan_of(running.model), [(running.url, running.token)])
     try:
-        sender.connect()
-        sender.push(iter(tensors), [(name, tuple(tensor.shape)) for name, tensor in tensors], 0)
+        restore.connect()
+        restore(weights(load(running.model)), 0)
     finally:
-        sender.close()
+        restore.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,22 +5,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from torch import Tensor
 
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.errors import UserError
+from dapo_megatron.models.parameters import Parameter
 from dapo_megatron.rollout.server import start_server, stop_server, wait_until_healthy
-from dapo_megatron.sync.sender import WeightSender
 from dapo_megatron.sync.server_admin import ServerError
 from tests.fleet.conftest import START_SECONDS
 from tests.fleet.tiny import load, weights
 from tests.models import REPOSITORY
+from tests.pushing import Push, TensorSource, plan_of
 
 # Starts a server as a rank of torchrun would, tells its process id, and waits to be killed.
 PARENT = """
@@ -101,36 +100,32 @@ def test_server_killed_during_a_push_is_named_at_once(
         log_path=tmp_path / "server.log",
         token="secret",
     )
-    sender = None
+    push = None
     try:
         wait_until_healthy(server, START_SECONDS)
-        sender = WeightSender(
-            [(server.url, "secret")],
-            host="127.0.0.1",
-            bucket_bytes=1 << 16,
-            dtype=torch.float32,
-            timeout=60,
-            backend="gloo",
-        )
-        sender.connect()
+        plan = plan_of(tiny_model)
+        push = Push(plan, [(server.url, "secret")], timeout=60)
+        push.connect()
         tensors = weights(load(tiny_model))
         killed_at = 0.0
 
-        def lethal() -> Iterator[tuple[str, Tensor]]:
-            nonlocal killed_at
-            for index, named in enumerate(tensors):
-                if index == len(tensors) // 2:
+        class Lethal(TensorSource):
+            def gather(self, row: Parameter) -> list[Tensor]:
+                nonlocal killed_at
+                if row is plan.turns[len(plan.turns) // 2].rows[0]:
                     killed_at = time.monotonic()
                     for process in session(server.process.pid):
                         process.kill()
-                yield named
+                return super().gather(row)
 
-        with pytest.raises(ServerError, match=f"server {server.url}: POST /update_weights failed"):
-            sender.push(lethal(), [(name, tuple(tensor.shape)) for name, tensor in tensors], 1)
+        push.pusher._sender._source = Lethal(tensors)
+        with pytest.raises(ServerError, match=f"server {server.url}: POST /update_weights failed") as caught:
+            push.pusher.push(1)
+        assert caught.value.url == server.url
         assert time.monotonic() - killed_at < 10
     finally:
-        if sender is not None:
-            sender.close()
+        if push is not None:
+            push.close()
         stop_server(server)
 
 

@@ -1,38 +1,29 @@
 """Weight pushes into a real server (law 3): every tensor arrives, is used, and a wrong one is caught."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from dapo_megatron.rollout.client import Generated, ServerClient
-from dapo_megatron.rollout.requests import Sampling
+from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.rollout.client import ServerClient
+from dapo_megatron.rollout.requests import Generated, Sampling
+from dapo_megatron.rollout.server import start_server, stop_server, wait_until_healthy
+from dapo_megatron.sync.channel import Way
+from dapo_megatron.sync.delta import DeltaSender
 from dapo_megatron.sync.group import TransferGroup
-from dapo_megatron.sync.sender import PushReport, WeightSender
+from dapo_megatron.sync.plan import ServerLayout, TransferPlan
 from dapo_megatron.sync.server_admin import ServerAdmin, ServerError
-from tests.fleet.conftest import RunningServer
+from tests.fleet.conftest import START_SECONDS, RunningServer
 from tests.fleet.tiny import add_noise, load, log_probs, weights
+from tests.pushing import Push, exchanged, plan_of, renamed, without
 
 PROBE = list(range(60, 150))  # longer than two blocks, so that the prefix cache can hit
-BUCKET_BYTES = 1 << 16  # smaller than the embedding: it has a bucket of its own
-
-
-def make_sender(running: RunningServer, timeout: float = 30) -> WeightSender:
-    return WeightSender(
-        [(running.url, running.token)],
-        host="127.0.0.1",
-        bucket_bytes=BUCKET_BYTES,
-        dtype=torch.float32,
-        timeout=timeout,
-        backend="gloo",
-    )
-
-
-def push(sender: WeightSender, tensors: list[tuple[str, Tensor]], version: int) -> PushReport:
-    return sender.push(iter(tensors), [(name, tuple(tensor.shape)) for name, tensor in tensors], version)
 
 
 @pytest.fixture
@@ -41,16 +32,25 @@ def model(running: RunningServer) -> Qwen2ForCausalLM:
 
 
 @pytest.fixture
-def sender(running: RunningServer) -> Iterator[WeightSender]:
-    """A connected sender; afterwards the server has the weights of its folder again, as version 0."""
-    sender = make_sender(running)
-    try:
-        sender.connect()
-        yield sender
-        sender.connect()
-        push(sender, weights(load(running.model)), 0)
-    finally:
-        sender.close()
+def connect(running: RunningServer) -> Iterator[Callable[..., Push]]:
+    """Connects pushes with a plan; afterwards the server has the weights of its folder again, as version 0."""
+    opened: list[Push] = []
+
+    def connected(plan: TransferPlan, way: Way = "broadcast") -> Push:
+        opened.append(Push(plan, [(running.url, running.token)], way=way))
+        opened[-1].connect()
+        return opened[-1]
+
+    yield connected
+    restore = connected(plan_of(running.model))
+    restore(weights(load(running.model)), 0)
+    for push in opened:
+        push.close()
+
+
+@pytest.fixture
+def push(running: RunningServer, connect: Callable[..., Push]) -> Push:
+    return connect(plan_of(running.model))
 
 
 @pytest.fixture
@@ -72,28 +72,29 @@ def difference(model: Qwen2ForCausalLM, answer: Generated) -> float:
 
 
 async def test_noisy_weights_pushed_twice_are_the_ones_sampled_with(
-    running: RunningServer, sender: WeightSender, model: Qwen2ForCausalLM, admin: ServerAdmin
+    running: RunningServer, push: Push, model: Qwen2ForCausalLM, admin: ServerAdmin
 ) -> None:
     assert difference(model, await probe(running)) < 1e-4
     for version in (1, 2):
         add_noise(model, 0.1, seed=version)
         # The probe's prompt is cached with the old weights' keys and values: it must not be used again.
         assert difference(model, await probe(running)) > 1e-2
-        report = push(sender, weights(model), version)
+        report = push(weights(model), version)
         assert report.tensors == len(weights(model))
-        assert report.bytes >= sum(tensor.nbytes for _, tensor in weights(model))
+        assert report.bytes[0] >= sum(tensor.nbytes for _, tensor in weights(model))
+        assert report.phases.keys() >= {"gather", "pack", "hash", "wait", "receive", "verify", "load"}
         answer = await probe(running)
         assert difference(model, answer) < 1e-4
-        assert answer.versions == (version, version)
+        assert set(answer.versions.tolist()) == {version}
         assert admin.weight_version() == version
 
 
 async def test_tied_output_matrix_follows_the_embedding(
-    running: RunningServer, sender: WeightSender, model: Qwen2ForCausalLM
+    running: RunningServer, push: Push, model: Qwen2ForCausalLM
 ) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.3)
-    push(sender, weights(model), 1)
+    push(weights(model), 1)
     assert difference(model, await probe(running)) < 1e-4
 
 
@@ -101,66 +102,172 @@ def damage_first_bucket(group: TransferGroup, monkeypatch: pytest.MonkeyPatch) -
     """Lets `group` flip one bit of the next bucket on its way."""
     send = group.start_broadcast
 
-    def send_damaged(buffer: Tensor, timeout: float) -> None:
+    def send_damaged(buffer: Tensor, timeout: float) -> int:
         damaged = buffer.clone()
         damaged[7] ^= 1
         monkeypatch.setattr(group, "start_broadcast", send)
-        send(damaged, timeout)
+        return send(damaged, timeout)
 
     monkeypatch.setattr(group, "start_broadcast", send_damaged)
 
 
 def test_flipped_bit_is_caught_and_the_version_stays(
     running: RunningServer,
-    sender: WeightSender,
+    push: Push,
     model: Qwen2ForCausalLM,
     admin: ServerAdmin,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert sender._group is not None
-    damage_first_bucket(sender._group, monkeypatch)
+    (group,) = push.pusher._groups.values()
+    assert isinstance(group, TransferGroup)
+    damage_first_bucket(group, monkeypatch)
     first = weights(model)[0][0]
-    with pytest.raises(ServerError, match=f"{running.url}, worker 0: tensor {first} arrived with hash"):
-        push(sender, weights(model), 9)
+    with pytest.raises(ServerError, match=f"{running.url}, worker 0: tensor {first} arrived with hash") as caught:
+        push(weights(model), 9)
+    assert caught.value.url == running.url
     assert admin.weight_version() == 0
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_missing_tensor_is_named(sender: WeightSender, model: Qwen2ForCausalLM, missing: str) -> None:
-    tensors = [(name, tensor) for name, tensor in weights(model) if name != missing]
+def test_missing_tensor_is_named(
+    running: RunningServer, connect: Callable[..., Push], model: Qwen2ForCausalLM, missing: str
+) -> None:
     layer = missing.rpartition(".")[0].replace("k_proj", "qkv_proj")
+    push = connect(without(plan_of(running.model), missing))
     with pytest.raises(ServerError, match=f"left . parameters without weights, the first is {layer}"):
-        push(sender, tensors, 9)
+        push(weights(model), 9)
 
 
-def test_missing_embedding_is_named(sender: WeightSender, model: Qwen2ForCausalLM) -> None:
+async def test_missing_embedding_is_named_and_the_next_push_succeeds(
+    running: RunningServer, connect: Callable[..., Push], model: Qwen2ForCausalLM
+) -> None:
+    push = connect(without(plan_of(running.model), "model.embed_tokens.weight"))
     with pytest.raises(ServerError, match=r"the first is model\.embed_tokens\.weight"):
-        push(sender, weights(model)[1:], 9)
+        push(weights(model), 9)
+    add_noise(model, 0.1, seed=9)
+    connect(plan_of(running.model))(weights(model), 9)
+    assert difference(model, await probe(running)) < 1e-4
 
 
-def test_unknown_tensor_is_named(sender: WeightSender, model: Qwen2ForCausalLM) -> None:
-    # First of all buckets, so that the server has to go on receiving after it has failed.
-    tensors = [("model.layers.7.mlp.up_proj.weight", torch.zeros(96, 128)), *weights(model)]
+def test_unknown_tensor_is_named(running: RunningServer, connect: Callable[..., Push], model: Qwen2ForCausalLM) -> None:
+    # In the first of all buckets, so that the server has to go on receiving after it has failed.
+    known, unknown = "model.embed_tokens.weight", "model.layers.7.mlp.up_proj.weight"
+    push = connect(renamed(plan_of(running.model), known, unknown))
     begun = time.monotonic()
     with pytest.raises(ServerError, match=r"layers\.7"):
-        push(sender, tensors, 9)
+        push([(unknown if name == known else name, tensor) for name, tensor in weights(model)], 9)
     assert time.monotonic() - begun < 10
 
 
-def test_tensors_must_follow_the_plan(sender: WeightSender, model: Qwen2ForCausalLM) -> None:
-    tensors = weights(model)
-    plan = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-    with pytest.raises(ValueError, match=r"the push plan expects model\.norm\.weight \(128,\), the weights yielded"):
-        sender.push(iter(tensors[:-1]), plan, 9)
+def test_tensors_must_have_the_shapes_of_the_plan(push: Push, model: Qwen2ForCausalLM) -> None:
+    tensors = dict(weights(model)) | {"model.norm.weight": torch.zeros(127)}
+    with pytest.raises(ValueError, match=r"the plan expects model\.norm\.weight \(128,\), the model has \(127,\)"):
+        push(tensors.items(), 9)
 
 
 def test_server_that_refuses_does_not_hang_the_broadcast(
-    sender: WeightSender, model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+    push: Push, model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Too large for the sockets' buffers: the broadcast cannot end without a receiver.
-    tensors = [("model.embed_tokens.weight", torch.zeros(1 << 24)), *weights(model)[1:]]
-    monkeypatch.setattr(sender, "_update_info", lambda plan: {"names": []})
+    # Many buckets: the broadcasts cannot end without a receiver.
+    monkeypatch.setattr(ServerAdmin, "update_weights", lambda admin, info: admin._call("POST", "/update_weights", {}))
     begun = time.monotonic()
     with pytest.raises(ServerError, match="update_weights failed"):
-        push(sender, tensors, 9)
+        push(weights(model), 9)
     assert time.monotonic() - begun < 10
+
+
+def change(model: Qwen2ForCausalLM, share: float) -> None:
+    """New values for a share of every parameter's."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            chosen = torch.rand(parameter.shape, generator=generator) < share
+            parameter[chosen] = torch.randn(int(chosen.sum()), generator=generator) * parameter.std()
+
+
+async def test_delta_push_sends_what_changed(
+    running: RunningServer, connect: Callable[..., Push], model: Qwen2ForCausalLM
+) -> None:
+    push = connect(plan_of(running.model), way="delta")
+    first = push(weights(model), 1)
+    for version in (2, 3):
+        change(model, 0.1)
+        report = push(weights(model), version)
+        assert report.bytes[0] < 0.2 * first.bytes[0]
+        assert difference(model, await probe(running)) < 1e-4
+    assert push(weights(model), 4).bytes[0] < 0.05 * first.bytes[0]
+    push.connect()  # the server may be another one
+    assert push(weights(model), 5).bytes[0] == first.bytes[0]
+    assert difference(model, await probe(running)) < 1e-4
+
+
+def test_flipped_bit_of_a_change_is_caught(
+    running: RunningServer, connect: Callable[..., Push], model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hash is that of the whole stretch: a base that differs would be found as well."""
+    push = connect(plan_of(running.model), way="delta")
+    push(weights(model), 1)
+    change(model, 0.1)
+    (sender,) = push.pusher._groups.values()
+    assert isinstance(sender, DeltaSender)
+    encode = sender._encoder.encode
+
+    def damaged(*arguments: Any) -> tuple[list[int], Tensor]:
+        counts, payload = encode(*arguments)
+        payload[-20] ^= 1
+        monkeypatch.undo()
+        return counts, payload
+
+    monkeypatch.setattr(sender._encoder, "encode", damaged)
+    with pytest.raises(ServerError, match=r"tensor model\.\S+ arrived with hash"):
+        push(weights(model), 2)
+
+
+@pytest.fixture
+def split_server(tiny_model: Path, tiny_fleet: FleetConfig, tmp_path: Path) -> Iterator[RunningServer]:
+    """A server of two tensor-parallel workers."""
+    token = "secret"
+    server = start_server(
+        model=str(tiny_model),
+        index=0,
+        port=None,
+        fleet=tiny_fleet.model_copy(update={"tensor": 2}),
+        max_model_len=128,
+        seed=1,
+        log_path=tmp_path / "server.log",
+        token=token,
+    )
+    try:
+        wait_until_healthy(server, START_SECONDS)
+        yield RunningServer(server, token, tiny_model)
+    finally:
+        stop_server(server)
+
+
+async def test_each_worker_of_a_split_server_gets_its_part(
+    split_server: RunningServer, model: Qwen2ForCausalLM
+) -> None:
+    """What vLLM reads of a tensor is what the plan sends; a plan that sends another part is caught."""
+    plan = plan_of(split_server.model, ServerLayout(2))
+    assert {bucket.group.workers for bucket in plan.buckets} == {(0,), (1,), (0, 1)}
+    push = Push(plan, [(split_server.url, split_server.token)], timeout=60)
+    swapped = Push(exchanged(plan), [(split_server.url, split_server.token)], timeout=60)
+    try:
+        push.connect()
+        for version in (1, 2):
+            add_noise(model, 0.1, seed=version)
+            assert difference(model, await probe(split_server)) > 1e-2
+            push(weights(model), version)
+            assert difference(model, await probe(split_server)) < 1e-4
+        push.close()
+        for version in (3, 4):  # what one worker says of the first must not be taken for an answer to the second
+            swapped.connect()
+            with pytest.raises(ServerError, match="was loaded with numbers that were not sent to this worker"):
+                swapped(weights(model), version)
+        swapped.close()
+        push.connect()
+        push(weights(model), 5)
+        assert difference(model, await probe(split_server)) < 1e-4
+    finally:
+        push.close()
+        swapped.close()

@@ -174,6 +174,24 @@ def test_estimates_of_a_critic(options: dict[str, Any], layout: Layout) -> None:
     assert metrics == {"value": float(values.mean()), "return": float(returns.mean())}
 
 
+def test_estimates_are_of_tokens_in_the_loss(layout: Layout) -> None:
+    """Of the responses of 2, 1, 0 and 3 tokens, the first's first and the last's first one are of old weights."""
+    columns = ([0, 0, 1, 3, 3], [0, 1, 1, 0, 1], [1, 1, 1, 1, 2])
+    responses, versions, lengths = (np.array(column, np.int32) for column in columns)
+    runs = {"run_responses": responses, "run_versions": versions, "run_lengths": lengths, "oldest_in_loss": 1}
+    batch = small_batch(layout, [1, -1, 1, -1], **runs)
+    values, kept = torch.tensor([9.0, 0.5, 0.25, 9.0, -1.0, 2.0]), torch.tensor([1, 2, 4, 5])
+    batch.set_old_values(batch.pick(values))
+    metrics = set_advantages(batch, layout, algorithm(advantage={"estimator": "gae", "lam": 0.5, "whiten": True}))
+    last = -1 - 2.0
+    expected = torch.tensor([1 - 0.5, -1 - 0.25, 2.0 + 1.0 + 0.5 * last, last])
+    found = advantages_of(batch, layout)[kept]
+    torch.testing.assert_close(found, whitened(expected, torch.ones(4)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(returns_of(batch, layout)[kept], expected + values[kept], rtol=0, atol=1e-6)
+    assert metrics["value"] == pytest.approx(float(values[kept].mean()))
+    assert metrics["return"] == pytest.approx(float((expected + values[kept]).mean()))
+
+
 STEPS: dict[str, Any] = {
     "step_responses": np.array([0, 0, 3], np.int32),
     "step_places": np.array([0, 1, 1], np.int32),

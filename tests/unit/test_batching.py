@@ -281,6 +281,41 @@ def test_an_update_whose_responses_are_all_filtered_is_of_padding() -> None:
     assert (len(micro.responses), mini.num_tokens, mini.num_responses) == (0, 0, 0)
 
 
+def test_tokens_of_old_weights_are_out_of_the_loss() -> None:
+    """Of responses of 2, 6, 3 and 0 tokens, 2, 4 and 0 are too old; what is left keeps its places and counts."""
+    columns = ([0, 1, 1, 1, 2], [3, 2, 3, 4, 4], [2, 1, 3, 2, 3])
+    responses, versions, lengths = (np.array(column, np.int32) for column in columns)
+    header = replace(
+        header_of([3, 4], [2, 6, 3, 0]),
+        run_responses=responses,
+        run_versions=versions,
+        run_lengths=lengths,
+        oldest_in_loss=4,
+    )
+    assert header.lengths_out_of_loss.tolist() == [2, 4, 0, 0]
+    plans = plan_batch(header, RULES)
+    assert share_of(plans, 0).tolist() == [1, 2]
+    tokens = TokenBlock(
+        responses=np.array([1, 2], np.int32),
+        prompt_lengths=np.array([3, 4], np.int32),
+        response_lengths=np.array([6, 3], np.int32),
+        prompt_tokens=np.arange(10, 17, dtype=np.int32),
+        response_tokens=np.arange(20, 29, dtype=np.int32),
+        rollout_log_probs=np.arange(9, dtype=np.float32),
+    )
+    batch = build_batch(header, plans, tokens, RULES, data_rank=0, context_rank=0, device=CPU)
+    ((micro,), (mini,)) = batch.micro_batches(), batch.mini_batches()
+    assert (mini.num_tokens, mini.num_responses) == (5, 2)
+    order = torch.argsort(micro.responses, stable=True)
+    assert micro.responses[order].tolist() == [1, 1, 2, 2, 2]
+    assert micro.places[order].tolist() == [4, 5, 0, 1, 2]
+    assert micro.response_lengths[order].tolist() == [2, 2, 3, 3, 3]
+    assert micro.rollout_log_probs[order].tolist() == [4, 5, 6, 7, 8]
+    assert micro.targets.tokens[order].tolist() == [24, 25, 26, 27, 28]
+    assert batch.token_index(micro)[order].tolist() == [6, 7, 8, 9, 10]  # among all eleven of the batch
+    assert set(range(20, 25)) < set(micro.input_ids[0].tolist())  # they are still read
+
+
 @pytest.mark.parametrize("chosen", [False, True])
 def test_the_filter_is_configured(chosen: bool) -> None:
     config = make_config("unused", algorithm={"overlong": {"filter": chosen}})

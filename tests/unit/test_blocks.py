@@ -139,14 +139,14 @@ def test_a_recorded_run_is_replayed(tmp_path: Path) -> None:
     for header, tokens, _ in batches.values():
         Journal(tmp_path).write(header, tokens)
     with Replay(tmp_path) as replay:
-        assert replay.wait_ready(print) == []
+        replay.wait_ready(print)
         for step, (header, tokens, _) in batches.items():
-            replay.begin(step, version=0)
-            assert_same(replay.wait(step, print), header)
+            replay.begin(step, version=0, trained_version=0)
+            assert_same(replay.wait(step, print, print), header)
             wanted = np.array([3, 0], dtype=np.int32)
             assert_same(replay.tokens(step, wanted), select(header, tokens, wanted))
         with pytest.raises(UserError, match="no batch of step 3"):
-            replay.wait(3, print)
+            replay.wait(3, print, print)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001.npz", "step_000002.npz"]
 
 

@@ -12,6 +12,7 @@ from dapo_megatron.config.reference import config_keys, markdown
 from dapo_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
+STALE = "algorithm.rollout_correction.max_token_staleness"
 
 
 def message(path: Path, *overrides: str) -> str:
@@ -102,6 +103,19 @@ def test_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
             "algorithm: clip.warmup.high (0.1) must be at least clip.warmup.low (0.2)",
         ),
         ("algorithm.entropy_coefficient=-0.1", "algorithm.entropy_coefficient=-0.1 is not allowed, it must be greater"),
+        (
+            "rollout={pipeline: async, replay: rollouts}",
+            "rollout.pipeline (async) must be sync with rollout.replay, which trains on recorded answers",
+        ),
+        (
+            "fleet.on_push=keep",
+            "fleet.on_push (keep) must be abort unless rollout.pipeline=async: no answer is under way in a push",
+        ),
+        (
+            "algorithm.rollout_correction.max_token_staleness=0",
+            "algorithm.rollout_correction.max_token_staleness (0) must be less than rollout.max_staleness (0), or no",
+        ),
+        ("algorithm.rollout_correction.max_token_staleness=-1", "max_token_staleness=-1 is not allowed"),
         ("rollout.max_prompts_per_step=3", "max_prompts_per_step (3) must be at least prompts_per_step (4)"),
         (
             "algorithm.advantage.over=tokens",
@@ -129,6 +143,64 @@ def test_cispo_takes_any_range_and_no_variant_of_clipping(tmp_path: Path) -> Non
 
 
 PAST_MAX = ["algorithm.overlong.shift=past_max", "algorithm.overlong.cache_tokens=16"]
+
+
+PAIRS = ["algorithm=dpo", "rollout.dynamic_sampling=false", "rollout.samples_per_prompt=2", "training.mini_batch=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["rollout.pipeline=async", "rollout.max_staleness=2", "fleet.mode=colocated"],
+            "rollout.pipeline (async) must be sync with fleet.mode=colocated: trainer and servers take turns",
+        ),
+        (
+            ["rollout.pipeline=async", "rollout.max_staleness=2", f"{STALE}=2"],
+            f"{STALE} (2) must be less than rollout.max_staleness (2), or no token is ever that old",
+        ),
+        (
+            ["rollout.pipeline=one_step_off", f"{STALE}=0"],
+            f"{STALE} (0) must be at least 1 with rollout.pipeline=one_step_off, where every token is a version old",
+        ),
+        (["rollout.partial_rollouts=resume", "rollout.replay=x"], "partial_rollouts (resume) must be requeue with"),
+        (["rollout.selection=arrival", "rollout.replay=x"], "rollout.selection (arrival) must be draw_order with"),
+        ([*PAIRS, "rollout.pipeline=one_step_off"], "(one_step_off) must be sync with algorithm.loss=dpo"),
+        ([*PAIRS, "rollout.selection=arrival"], "(arrival) must be draw_order with algorithm.loss=dpo"),
+        ([*PAIRS, "rollout.partial_rollouts=resume"], "(resume) must be requeue with algorithm.loss=dpo"),
+    ],
+)
+def test_pipelines_fit_the_rest(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    assert expected in message(write_config(tmp_path), *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.pipeline=async", "rollout.max_staleness=2", f"{STALE}=1", "fleet.on_push=keep"],
+        ["rollout.pipeline=async", f"{STALE}=0"],
+        ["rollout.pipeline=one_step_off", "rollout.max_staleness=2", f"{STALE}=1"],
+        ["rollout.partial_rollouts=resume", f"{STALE}=0"],
+        PAIRS,
+    ],
+)
+def test_pipelines_that_are_accepted(tmp_path: Path, overrides: list[str]) -> None:
+    load_config(write_config(tmp_path), overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        ([], []),
+        (["rollout.selection=arrival"], ["rollout.selection=arrival prefers short answers"]),
+        (["rollout.pipeline=async"], ["rollout.pipeline=async trains on tokens of older weights"]),
+        (["rollout.pipeline=one_step_off", "algorithm.rollout_correction.mode=tis"], []),
+        (["rollout.pipeline=async", "algorithm.old_log_probs=rollout"], []),
+    ],
+)
+def test_notes(tmp_path: Path, overrides: list[str], notes: list[str]) -> None:
+    found = load_config(write_config(tmp_path), overrides).notes
+    assert [text[: len(note)] for text, note in zip(found, notes, strict=True)] == notes
 
 
 def test_answers_may_be_longer_where_the_penalty_grows_past_the_most_tokens(tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dapo_megatron import serve
 from dapo_megatron.config.load import load_config
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
 from dapo_megatron.rollout import handle
 from dapo_megatron.rollout.address import Address, controller_host
-from dapo_megatron.rollout.controller import Controller
 from dapo_megatron.rollout.handle import ControllerError, RemoteRollouts, open_rollouts, start_controller
-from dapo_megatron.rollout.service import Service
+from dapo_megatron.rollout.jobs import Admission
 from tests.processes import gone_within, is_alive
 from tests.unit.config_helpers import write_config, write_model
 
@@ -41,6 +39,10 @@ print(heavy, re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text(
 
 def quiet(done: float, total: float, text: str) -> None:
     pass
+
+
+def nobody(admission: Admission) -> None:
+    raise AssertionError(f"{admission} was not expected")
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_a_killed_controller_is_noticed_at_once(config: Config) -> None:
         controller.process.kill()
         controller.process.wait(10)
         with pytest.raises(ControllerError, match=r"cannot be reached.*controller\.log"):
-            rollouts.wait(1, quiet)
+            rollouts.wait(1, quiet, nobody)
 
 
 def test_a_controller_that_cannot_start_shows_its_log(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,20 +145,6 @@ def test_a_host_name_that_leads_nowhere_is_refused(
     monkeypatch.setattr(socket, "gethostbyname", lookup)
     with pytest.raises(UserError, match=rf"MASTER_ADDR=node7 .*{told}.*LOCAL_ADDR"):
         controller_host({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "node7"})
-
-
-@pytest.mark.parametrize(("first_gpu", "expected"), [(None, [4, 6]), (0, [0, 2])])
-def test_servers_get_the_gpus_after_those_of_the_trainer(
-    config: Config, monkeypatch: pytest.MonkeyPatch, first_gpu: int | None, expected: list[int]
-) -> None:
-    first: list[int] = []
-    monkeypatch.setattr(serve, "start_server", lambda *, first_gpu, **_: first.append(first_gpu))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    config.fleet.tensor, config.fleet.first_gpu = 2, first_gpu
-    controller = Controller(config, None, Service("token"))
-    for index in range(2):
-        controller._start(index)
-    assert first == expected
 
 
 def test_a_run_folder_that_nodes_do_not_share_is_noticed(

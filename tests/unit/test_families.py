@@ -23,7 +23,6 @@ from dapo_megatron.models.checkpoint_keys import stored_parameter
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.models.sharding import load_shard, merge_shards
 from dapo_megatron.models.table import exact_tensors, hf_shapes, parameter_table
-from dapo_megatron.sync.sender import WeightSender
 from dapo_megatron.trainer.build import PolicyModel, build_model, load_weights
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
@@ -32,6 +31,7 @@ from tests.against_transformers import check_log_probs
 from tests.batches import load_batch, make_config
 from tests.checkpoints import random_checkpoint
 from tests.models import REPOSITORY, TINY, TINY_FAMILIES, tiny_model
+from tests.pushing import plan_of
 
 
 def built(folder: Path, precision: str = "fp32") -> PolicyModel:
@@ -121,10 +121,10 @@ def test_servers_get_biases_of_routers_as_they_are(with_mtp: Path) -> None:
     arch = architecture_of(with_mtp)
     exact = exact_tensors(arch)
     assert exact == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3, 4)}
-    settings = {"host": "127.0.0.1", "bucket_bytes": 1, "timeout": 5.0, "backend": "gloo"}
-    sender = WeightSender([], dtype=torch.bfloat16, exact=exact, **settings)
-    info = sender._update_info(list(hf_shapes(arch).items()))
-    for name, dtype in zip(info["names"], info["dtype_names"], strict=True):
+    plan = plan_of(with_mtp, dtype="bfloat16")
+    found = {stretch.name: stretch.dtype for bucket in plan.buckets for stretch in bucket.stretches}
+    assert found.keys() == hf_shapes(arch).keys()
+    for name, dtype in found.items():
         assert dtype == ("float32" if name in exact else "bfloat16")
 
 

@@ -1,46 +1,53 @@
-"""Requests, retries, grading: everything between a prompt and its group."""
+"""Everything between a prompt and its group: grading, failing, cancelling, the watchdog."""
 
 import asyncio
 import json
-from collections.abc import Sequence
+import logging
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from dapo_megatron.config.algorithm import OverlongConfig
+from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.load import load_config
 from dapo_megatron.data.cursor import PromptCursor
 from dapo_megatron.data.prompts import Prompts
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.evaluation.evaluate import evaluate
-from dapo_megatron.rollout.client import Generated, RequestError
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.generation import GroupGenerator
 from dapo_megatron.rollout.grader import Grader
-from dapo_megatron.rollout.requests import Sampling
-from dapo_megatron.rollout.sampler import GroupFailedError, Progress
+from dapo_megatron.rollout.records import Records, read_records
+from dapo_megatron.rollout.requests import AnswerTask, Generated, RequestError, Sampling, Server
+from dapo_megatron.rollout.sampler import GroupFailedError, GroupRequest, Progress
 from dapo_megatron.rollout.work import Data, RolloutWork
 from dapo_megatron.types import Prompt, Sample
+from tests.rollouts import said
+from tests.scripted_engine import ScriptedEngine
 from tests.unit.config_helpers import write_config, write_model
+from tests.virtual_time import run_virtually
 
 SAMPLING = Sampling(max_tokens=8)
 PROMPT = Prompt(id=0, token_ids=(1, 2), ground_truth="46")
+HANGS = said("HANGS")
+LOST = RequestError("connection lost")
 
 
 @dataclass
-class ScriptedClient:
-    """Answers with `replies` in turn, the last one for ever; an exception is raised."""
+class Replies:
+    """An engine that answers with `replies` in turn, the last one for ever; an exception is raised."""
 
+    grader: Grader
     replies: list[Generated | Exception]
-    requests: list[str] = field(default_factory=list)
-    limits: list[int] = field(default_factory=list)
+    tasks: list[AnswerTask] = field(default_factory=list)
     cancelled: int = 0
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Generated:
-        reply = self.replies[min(len(self.requests), len(self.replies) - 1)]
-        self.requests.append(request_id)
-        self.limits.append(sampling.max_tokens)
+    async def answer(self, server: Server, task: AnswerTask, on_tokens: Callable[[int], None]) -> Sample:
+        reply = self.replies[min(len(self.tasks), len(self.replies) - 1)]
+        self.tasks.append(task)
         try:
             await asyncio.sleep(3600 if reply is HANGS else 0)
         except asyncio.CancelledError:
@@ -48,17 +55,31 @@ class ScriptedClient:
             raise
         if isinstance(reply, Exception):
             raise reply
-        return reply
+        return self.grader.sample(reply, task.prompt, task.by_rule)
+
+    async def abort(self, server: Server, request_ids: Sequence[str]) -> None: ...
+
+    def end_step(self, step: int) -> None: ...
 
 
-def reply(text: str, finish_reason: str = "stop") -> Generated:
-    """One token a character, as `write_model` makes tokenizers."""
-    ids = tuple(63 if character == "\n" else ord(character) - 32 for character in text)
-    return Generated(ids, (-0.5,) * len(ids), finish_reason, (3, 3))
+def fleet_of(engine: Replies, folder: Path, retries: int = 0) -> Fleet:
+    """One server. Call it in the event loop."""
+    fleet = Fleet(engine, FleetConfig(request_retries=retries), Records(folder), pause=0)
+    fleet.add(Server("s0", "http://s0:1", ""), 3)
+    return fleet
 
 
-HANGS = reply("HANGS")
-LOST = RequestError("connection lost")
+def request(size: int, on_answer: Callable[[Sample], None] = lambda sample: None, draw: int = 5) -> GroupRequest:
+    return GroupRequest(draw, PROMPT, size, on_answer, lambda part: None)
+
+
+def answer(engine: Replies, folder: Path, size: int, retries: int = 0) -> tuple[Sample, ...]:
+    async def main() -> tuple[Sample, ...]:
+        fleet = fleet_of(engine, folder, retries)
+        return await GroupGenerator(fleet, SAMPLING, 1e6)(request(size))
+
+    samples: tuple[Sample, ...] = run_virtually(main())
+    return samples
 
 
 @pytest.fixture
@@ -88,7 +109,7 @@ def grader(tokenizer: Tokenizer) -> Grader:
 def test_an_answer_is_graded_up_to_its_stop_string(
     grader: Grader, text: str, correct: bool, reward: float, reason: str
 ) -> None:
-    sample = grader.sample(reply(text), PROMPT)
+    sample = grader.sample(said(text), PROMPT)
     assert (sample.correct, sample.reward, sample.reason) == (correct, reward, reason)
     assert len(sample.token_ids) == len(sample.log_probs) == len(text)
     assert sample.versions.tolist() == [3] * len(sample.token_ids)
@@ -106,99 +127,164 @@ def test_an_answer_is_graded_up_to_its_stop_string(
 )
 def test_length_is_rewarded_as_configured(tokenizer: Tokenizer, text: str, reward: float) -> None:
     overlong = OverlongConfig(cache_tokens=4, factor=0.5, shift="past_max", brevity=0.4)
-    sample = Grader(tokenizer, "exact", ["\n"], overlong, max_tokens=8).sample(reply(text), PROMPT)
+    sample = Grader(tokenizer, "exact", ["\n"], overlong, max_tokens=8).sample(said(text), PROMPT)
     assert sample.reward == pytest.approx(reward, abs=1e-12)
 
 
 @pytest.mark.parametrize(("shift", "limit"), [("before_max", 8), ("past_max", 12)])
 def test_answers_may_have_as_many_tokens_as_the_penalty_reaches(
-    tokenizer: Tokenizer, tmp_path: Path, shift: str, limit: int
+    tokenizer: Tokenizer, grader: Grader, tmp_path: Path, shift: str, limit: int
 ) -> None:
-    """In training and in evaluation."""
+    """In training and in evaluation, which is graded by the rule alone."""
     overrides = [f"algorithm.overlong.shift={shift}", "algorithm.overlong.cache_tokens=4"]
     config = load_config(write_config(tmp_path), [*overrides, "rollout.dynamic_sampling=false"])
     prompts = Prompts((PROMPT,), duplicates=0, too_long=0)
     data = Data(prompts, prompts, PromptCursor(1, seed=0, shuffle=False, fingerprint=""))
-    client = ScriptedClient([reply("46")])
-    work = RolloutWork(config, data, tokenizer, Fleet([client], retries=0))
-    asyncio.run(work.sample(1, 0, Progress()))
-    trained = len(client.requests)
-    asyncio.run(work.evaluate(Progress()))
-    assert client.limits == [limit] * len(client.requests)
-    assert 0 < trained < len(client.requests)
+    engine = Replies(grader, [said("46")])
+
+    async def main() -> int:
+        fleet = fleet_of(engine, tmp_path)
+        work = RolloutWork(config, data, tokenizer, fleet, engine, Records(tmp_path))
+        await work.sample(1, 3, 3, Progress())
+        trained = len(engine.tasks)
+        await work.evaluate(Progress())
+        return trained
+
+    trained = asyncio.run(main())
+    assert {task.sampling.max_tokens for task in engine.tasks} == {limit}
+    assert 0 < trained < len(engine.tasks)
+    assert [task.by_rule for task in engine.tasks] == [number >= trained for number in range(len(engine.tasks))]
 
 
-def test_a_failed_request_is_sent_again_to_another_server_under_another_id() -> None:
-    broken, sound = ScriptedClient([LOST]), ScriptedClient([reply("46")])
-    generated = asyncio.run(Fleet([broken, sound], retries=1, pause=0).generate((1,), SAMPLING, "a", server=0))
-    assert generated == reply("46")
-    assert (broken.requests, sound.requests) == (["a-0"], ["a-1"])
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (reply("46", finish_reason="abort"), "ended an answer with 'abort'"),
-        (Generated((1, 2), (-0.5,), "stop", (0, 0)), "2 tokens came with 1 log-probs"),
-        (LOST, "connection lost"),
-    ],
-)
-def test_an_answer_that_cannot_be_trained_on_is_asked_for_again_and_then_given_up(
-    bad: Generated | Exception, message: str
-) -> None:
-    client = ScriptedClient([bad, reply("46")])
-    assert asyncio.run(Fleet([client], retries=1, pause=0).generate((1,), SAMPLING, "a", server=0)) == reply("46")
-    client = ScriptedClient([bad])
-    with pytest.raises(RequestError, match=message):
-        asyncio.run(Fleet([client], retries=2, pause=0).generate((1,), SAMPLING, "a", server=0))
-    assert len(client.requests) == 3
-
-
-def test_groups_are_placed_on_the_server_with_the_fewest_answers(grader: Grader) -> None:
-    clients = [ScriptedClient([reply("46")]) for _ in range(3)]
-    generate = GroupGenerator(Fleet(clients, retries=0), grader, SAMPLING)
-
-    async def three_groups() -> None:
-        await asyncio.gather(*(generate(PROMPT, 4, lambda sample: None) for _ in range(3)))
-
-    asyncio.run(three_groups())
-    assert [len(client.requests) for client in clients] == [4, 4, 4]
-    assert len({request for client in clients for request in client.requests}) == 12
-
-
-def test_a_group_that_loses_a_member_fails_whole_and_its_other_requests_end(grader: Grader) -> None:
-    client = ScriptedClient([HANGS, LOST, HANGS])
-    fleet = Fleet([client], retries=0)
+def test_group_that_loses_a_member_fails_whole_and_its_other_requests_end(grader: Grader, tmp_path: Path) -> None:
+    engine = Replies(grader, [HANGS, LOST, HANGS])
     with pytest.raises(GroupFailedError, match="connection lost"):
-        asyncio.run(GroupGenerator(fleet, grader, SAMPLING)(PROMPT, 3, lambda sample: None))
-    assert client.cancelled == 2
-    with fleet.place(1) as server:
-        assert server == 0
+        answer(engine, tmp_path, 3)
+    assert engine.cancelled == 2
+    assert [record["ended"] for record in read_records(tmp_path)] == ["failed", "aborted", "aborted"]
 
 
-def test_each_answer_is_reported_once(grader: Grader) -> None:
+def test_failed_answer_is_asked_for_again_under_another_id(grader: Grader, tmp_path: Path) -> None:
+    engine = Replies(grader, [LOST, said("46")])
+    (sample,) = answer(engine, tmp_path, 1, retries=1)
+    assert sample.correct
+    assert len({task.request_id for task in engine.tasks}) == 2
+    failed, finished = read_records(tmp_path)
+    assert (failed["ended"], failed["reason"], failed["tokens_after"]) == ("failed", "connection lost", 0)
+    assert (finished["ended"], finished["reason"], finished["tokens_after"]) == ("finished", "stop", 2)
+    assert all((record["draw"], record["index"], record["server"]) == (5, 0, "s0") for record in (failed, finished))
+
+
+def test_each_answer_is_reported_once(grader: Grader, tmp_path: Path) -> None:
     seen: list[Sample] = []
-    client = ScriptedClient([reply("46"), reply("47\n"), reply("4")])
-    samples = asyncio.run(GroupGenerator(Fleet([client], 0), grader, SAMPLING)(PROMPT, 3, seen.append))
+    engine = Replies(grader, [said("46"), said("47\n"), said("4")])
+
+    async def main() -> tuple[Sample, ...]:
+        return await GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, 1e6)(request(3, seen.append))
+
+    samples = asyncio.run(main())
     assert sorted(map(id, seen)) == sorted(map(id, samples))
     assert sorted(len(sample.token_ids) for sample in samples) == [1, 2, 3]
 
 
-def test_evaluation_scores_every_problem_and_counts_failures(grader: Grader) -> None:
+def test_group_goes_on_with_what_an_earlier_attempt_left(grader: Grader, tmp_path: Path) -> None:
+    engine = Replies(grader, [said("46")])
+    done, begun, seen = grader.sample(said("47"), PROMPT), said("4"), list[Sample]()
+    group = GroupRequest(5, PROMPT, 3, seen.append, lambda part: None, finished=(done,), partial=(begun,))
+
+    async def main() -> tuple[Sample, ...]:
+        return await GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, 1e6)(group)
+
+    samples = asyncio.run(main())
+    assert samples[0] is done
+    assert len(samples) == 3
+    assert len(seen) == 2
+    assert [len(task.so_far.token_ids) for task in engine.tasks] == [1, 0]
+    assert sorted(record["tokens_before"] for record in read_records(tmp_path)) == [0, 1]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_cancelled_group_hands_over_what_has_begun_if_it_is_to_be_resumed(tmp_path: Path, resume: bool) -> None:
+    parts: list[Generated] = []
+    seen: list[Sample] = []
+    group = GroupRequest(5, Prompt(7, (7,), ""), 20, seen.append, parts.append)
+
+    async def main() -> None:
+        engine = ScriptedEngine(random.Random(3))
+        fleet = Fleet(engine, FleetConfig(), Records(tmp_path), engine.connect)
+        server = engine.start("s0", "http://s0:1")
+        server.version = 3
+        fleet.add(server.server, 3)
+        task = asyncio.ensure_future(GroupGenerator(fleet, Sampling(30), 1e6, resume=resume)(group))
+        await asyncio.sleep(5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not server.running
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtually(main())
+    assert seen
+    assert (len(seen) + len(parts) == 20) == resume == bool(parts)
+    assert all(len(part.token_ids) and part.finish_reason == "partial" for part in parts)
+    assert all(set(part.versions.tolist()) == {3} for part in parts)
+
+
+def test_watchdog_names_what_a_group_waits_for(
+    grader: Grader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Replies(grader, [HANGS, said("46"), HANGS])
+
+    async def main() -> None:
+        generate = GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, watchdog_after=1000)
+        await generate(request(3))
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(main())
+    lines = [record.message for record in caplog.records if "not complete" in record.message]
+    assert [line.partition(" is not")[0] for line in lines] == ["prompt 0 (draw 5)"] * 3
+    assert ["after 1000 s" in lines[0], "after 2000 s" in lines[1], "after 3000 s" in lines[2]] == [True] * 3
+    assert "2 of 3 answers are missing: 0 on server s0 with 0 tokens; 2 on server s0" in lines[0]
+
+
+def test_watchdog_names_answers_that_wait_for_a_server(
+    grader: Grader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        fleet = Fleet(Replies(grader, [said("46")]), FleetConfig(), Records(tmp_path))
+        task = asyncio.ensure_future(GroupGenerator(fleet, SAMPLING, watchdog_after=10)(request(1)))
+        await asyncio.sleep(15)
+        task.cancel()
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(main())
+    assert "1 of 1 answers are missing: 0 waits for a server with 0 tokens" in caplog.text
+
+
+def test_evaluation_scores_every_problem_and_counts_failures(grader: Grader, tmp_path: Path) -> None:
     problems = [Prompt(id=i, token_ids=(1,), ground_truth=gold) for i, gold in enumerate(["46", "47", "48"])]
-    replies = [reply("46"), reply("4", "length"), reply("47"), reply("47"), LOST]
-    generate = GroupGenerator(Fleet([ScriptedClient(list(replies))], 0), grader, SAMPLING)
+    cut = Generated(*(getattr(said("4"), name) for name in ("token_ids", "log_probs", "versions")), "length")
+    engine = Replies(grader, [said("46"), cut, said("47"), said("47"), LOST])
     progress = Progress()
-    result = asyncio.run(evaluate(problems, generate, samples=2, max_in_flight=1, progress=progress))
+
+    async def main() -> dict[str, object]:
+        generate = GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, 1e6, by_rule=True)
+        return await evaluate(problems, generate, samples=2, max_in_flight=1, progress=progress)
+
+    result = asyncio.run(main())
     assert result["scores"] == [0.5, 1.0, 0.0]
     assert result["accuracy"] == pytest.approx(0.5)
     assert (result["problems"], result["failed"], result["answers"]) == (3, 1, 4)
     assert result["truncated"] == 0.25
     assert result["response_length"] == pytest.approx(7 / 4)
     assert (progress.kept, progress.needed, progress.answers) == (3, 3, 4)
+    assert not list(read_records(tmp_path))  # of draws alone
 
 
-def test_an_evaluation_without_any_answer_is_an_error(grader: Grader) -> None:
-    generate = GroupGenerator(Fleet([ScriptedClient([LOST])], 0), grader, SAMPLING)
+def test_an_evaluation_without_any_answer_is_an_error(grader: Grader, tmp_path: Path) -> None:
+    async def main() -> None:
+        generate = GroupGenerator(fleet_of(Replies(grader, [LOST]), tmp_path), SAMPLING, 1e6)
+        await evaluate([PROMPT], generate, samples=2, max_in_flight=1, progress=Progress())
+
     with pytest.raises(RuntimeError, match="all 1 problems failed"):
-        asyncio.run(evaluate([PROMPT], generate, samples=2, max_in_flight=1, progress=Progress()))
+        asyncio.run(main())

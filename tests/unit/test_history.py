@@ -139,13 +139,13 @@ def test_draws_are_a_function_of_the_state_at_the_steps_start_and_of_their_numbe
     plain, other = (PromptCursor(prompts, 5, shuffle, rules=rules) for _ in range(2))
     for outcomes, more in steps:
         before = json.loads(json.dumps(other.state_dict()))
-        drawn = [other.draw() for _ in range(len(outcomes) + more)]
-        other.requeue(drawn)
+        first, drawn = other.drawn, [other.draw() for _ in range(len(outcomes) + more)]
+        other.requeue(range(first, other.drawn))
         assert other.state_dict() == before
         other = PromptCursor(prompts, 5, shuffle, rules=rules)
         other.load_state_dict(before)
         assert [other.draw() for _ in drawn] == drawn
-        other.requeue(drawn[len(outcomes) :])
+        other.requeue(range(first + len(outcomes), other.drawn))
         expected = play(plain, outcomes)
         assert (drawn[: len(outcomes)], other.finish_step(results(outcomes))) == expected
         assert other.state_dict() == plain.state_dict()

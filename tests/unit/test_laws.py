@@ -33,7 +33,7 @@ def imported(module: str) -> set[str]:
 
 def test_trainer_side_of_a_push_does_not_import_vllm() -> None:
     """On a cluster vLLM's pin of torch would replace the one that the trainer was built for."""
-    packages = imported("dapo_megatron.sync.sender")
+    packages = imported("dapo_megatron.sync.pusher")
     assert "torch" in packages
     assert "vllm" not in packages
 

@@ -109,6 +109,22 @@ def test_plain_console_prints_one_line_a_step(terminal: Console) -> None:
     )
 
 
+def test_age_of_tokens_is_told_where_some_are_of_older_weights(terminal: Console) -> None:
+    PlainConsole(terminal).step(record() | {"staleness": 0.62, "staleness_max": 2.0})
+    PlainConsole(terminal).step(record() | {"staleness": 0.0, "staleness_max": 0.0})
+    first, second = written(terminal).splitlines()
+    assert first.endswith("| rollout 3.1 s, update 4.0 s, staleness 0.6/2")
+    assert second.endswith("| rollout 3.1 s, update 4.0 s")
+
+
+def test_notes_about_the_configuration_come_first(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrival = config.model_copy(update={"rollout": config.rollout.model_copy(update={"selection": "arrival"})})
+    Monitor(arrival, tmp_path / "run", enabled=True).close()
+    assert capsys.readouterr().out.startswith("note: rollout.selection=arrival prefers short answers")
+
+
 def test_plain_console_survives_missing_metrics(terminal: Console) -> None:
     PlainConsole(terminal).step({"step": 1, "steps": 2, "grad_norm": float("nan")})
     assert "kept/drawn -/- | accuracy - |" in written(terminal)

@@ -1,9 +1,11 @@
 """Where the trainer takes pi_old from, and how the difference between engine and trainer weighs the losses."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +14,12 @@ from dapo_megatron.algorithm.aggregation import aggregate
 from dapo_megatron.algorithm.correction import RolloutCorrection, rollout_correction
 from dapo_megatron.algorithm.policy_loss import policy_loss
 from dapo_megatron.trainer.batching import Batch
+from dapo_megatron.trainer.batching import load_batch as load
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.verify_layout import compute_in_fp64, nearby_log_probs
-from tests.batches import load_batch, make_config
+from dapo_megatron.types import BatchHeader, TokenBlock
+from tests.batches import load_batch, make_batch, make_config, partly_old
 
 Make = Callable[..., Policy]
 
@@ -129,3 +133,90 @@ def test_old_log_probs_are_recomputed_by_default(make_policy: Make) -> None:
     batch.set_old_log_probs(policy.old_log_probs(batch))
     (mini_batch,) = batch.mini_batches()
     assert policy.gradients(mini_batch)["log_ratio_abs"] == 0.0  # law 6
+
+
+OBJECTIVES: list[dict[str, Any]] = [
+    *({"aggregation": mode} for mode in ("token_mean", "sequence_mean", "sequence_sum_norm", "sequence_sum")),
+    {"loss": "gspo", "aggregation": "sequence_mean", "clip": {"low": 0.05, "high": 0.07}},
+    {"rollout_correction": {"mode": "tis", "floor": 0.05}, "entropy_coefficient": 0.1},
+    {"aggregation": "sequence_mean", "rollout_correction": {"mode": "mis", "low": 0.05, "level": "sequence_mean"}},
+    {"rollout_correction": {"mode": "mis", "low": 1e-7, "level": "sequence"}},
+]
+
+
+def partly_stale(policy: Policy) -> tuple[BatchHeader, TokenBlock]:
+    """A batch whose responses begin with tokens of version 0, then have some of version 1: all, none or a part each."""
+    rollout = policy.config.rollout
+    header, tokens = make_batch(policy.arch.vocab_size, rollout.prompts_per_step, rollout.samples_per_prompt)
+    old = np.random.default_rng(1).integers(0, header.response_lengths + 1)
+    old[:2] = header.response_lengths[0], 0
+    return partly_old(header, old), tokens
+
+
+def as_prompts(header: BatchHeader, tokens: TokenBlock) -> tuple[BatchHeader, TokenBlock]:
+    """The same sequences, the tokens that are out of the loss at the end of prompts. Each response has a prompt."""
+    old, ends = header.lengths_out_of_loss, np.cumsum(tokens.response_lengths)
+    starts = ends - tokens.response_lengths
+    answers = [np.arange(start + out, end) for start, out, end in zip(starts, old, ends, strict=True)]
+    prompts = np.split(tokens.prompt_tokens, np.cumsum(tokens.prompt_lengths)[:-1])
+    longer = [
+        np.concatenate([prompt, tokens.response_tokens[start : start + out]])
+        for prompt, start, out in zip(prompts, starts, old, strict=True)
+    ]
+    kept, prompt_lengths = np.concatenate(answers), tokens.prompt_lengths + old
+    nothing = np.zeros(0, np.int32)
+    moved = replace(
+        header,
+        groups=np.arange(len(old), dtype=np.int32),
+        prompt_lengths=prompt_lengths,
+        response_lengths=header.response_lengths - old,
+        run_responses=nothing,
+        run_versions=nothing,
+        run_lengths=nothing,
+    )
+    return moved, replace(
+        tokens,
+        prompt_lengths=prompt_lengths,
+        response_lengths=header.response_lengths - old,
+        prompt_tokens=np.concatenate(longer),
+        response_tokens=tokens.response_tokens[kept],
+        rollout_log_probs=tokens.rollout_log_probs[kept],
+    )
+
+
+def gradients_of(
+    policy: Policy, header: BatchHeader, tokens: TokenBlock, per_response: Tensor
+) -> tuple[dict[str, float], list[Tensor]]:
+    batch = load(header, policy.packing, policy.layout, lambda _: tokens)
+    batch.set_old_log_probs(nearby_log_probs(batch, policy.log_probs(batch)))
+    batch.set_advantages(per_response)
+    (mini_batch,) = batch.mini_batches()
+    metrics = policy.gradients(mini_batch)
+    return metrics, [parameter.main_grad.clone() for parameter in policy.chunks[0].parameters()]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: "-".join(map(str, o.values()))[:40])
+def test_tokens_of_old_weights_are_as_if_they_stood_in_the_prompt(make_policy: Make, objective: dict[str, Any]) -> None:
+    """In neither sum nor count: loss, metrics and gradients are those of a batch in which they never counted."""
+    policy = make_policy(**objective)
+    header, tokens = partly_stale(policy)
+    advantages = torch.linspace(-1.5, 2, header.num_responses)
+    masked = replace(header, oldest_in_loss=1)
+    found, gradients = gradients_of(policy, masked, tokens, advantages)
+    expected, references = gradients_of(policy, *as_prompts(masked, tokens), advantages)
+    assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    assert all(torch.equal(gradient, reference) for gradient, reference in zip(gradients, references, strict=True))
+    assert any(gradient.any() for gradient in gradients)
+    unmasked, _ = gradients_of(policy, header, tokens, advantages)
+    assert abs(unmasked["loss"] - found["loss"]) > 1e-3
+
+
+def test_without_a_token_young_enough_nothing_is_updated(make_policy: Make) -> None:
+    policy = make_policy()
+    header, tokens = partly_stale(policy)
+    batch = load(replace(header, oldest_in_loss=2), policy.packing, policy.layout, lambda _: tokens)
+    (mini_batch,) = batch.mini_batches()
+    assert (mini_batch.num_tokens, mini_batch.num_responses) == (0, 0)
+    batch.set_old_log_probs(policy.log_probs(batch))
+    batch.set_advantages(torch.ones(header.num_responses))
+    assert policy.update(mini_batch)["skipped_updates"] == 1.0

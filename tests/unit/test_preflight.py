@@ -14,6 +14,8 @@ from dapo_megatron.config.load import load_config
 from dapo_megatron.config.preflight import preflight
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
+from tests import stub_server
+from tests.stub_server import stub
 
 PPO = "algorithm.advantage.estimator=gae"
 
@@ -221,6 +223,46 @@ def test_missing_package(
 
 def test_server_layout_must_divide_heads(folder: Path) -> None:
     assert message(folder, "fleet.tensor=2") == "fleet.tensor=2 does not divide 9 attention heads"
+
+
+EXTERNAL = "fleet.mode=external"
+
+
+def test_external_servers_are_asked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "vllm" else object())  # none is needed here
+    file = folder / "urls"
+    listed = (EXTERNAL, f"fleet.urls_file={file}")
+    assert "the environment variable DAPO_SERVER_TOKEN (fleet.token_env) holds no token" in message(folder, *listed)
+    monkeypatch.setenv("DAPO_SERVER_TOKEN", stub_server.TOKEN)
+    assert message(folder, *listed).startswith(f"fleet.urls_file: {file} cannot be read")
+    file.write_text("# none yet\n")
+    assert message(folder, *listed).startswith(f"fleet.urls_file: {file} names no server")
+    file.write_text("node7\n")
+    assert message(folder, *listed) == f"fleet.urls_file: {file}: 'node7' must look like http://10.0.0.7:8000"
+    with stub() as url:
+        file.write_text(f"{url}\n")
+        check(folder, *listed)
+        check(folder, EXTERNAL, "fleet.hosts=127.0.0.[1-1]", f"fleet.port={url.rpartition(':')[2]}")
+        text = message(folder, EXTERNAL, f"fleet.urls=[{url}]", "fleet.pipeline=2")
+        assert text == f"fleet.urls: server {url} has 1 workers, but fleet.tensor=1 x fleet.pipeline=2 is 2"
+    assert message(folder, *listed).startswith(f"fleet.urls_file: server {url} does not answer (ConnectError")
+
+
+def test_colocated_servers_fill_the_gpus_of_one_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(folder, "fleet.mode=colocated")
+    check(folder, "fleet.mode=colocated", "fleet.tensor=3", num_ranks=3)
+    text = message(folder, "fleet.mode=colocated", "fleet.tensor=3")
+    assert text.startswith("fleet.mode=colocated: servers of fleet.tensor=3 x fleet.pipeline=1 GPUs do not fill")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert message(folder, "fleet.mode=colocated", num_ranks=2).startswith("fleet.mode=colocated runs on one node")
+
+
+def test_fp8_needs_servers_on_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo_megatron.sync.proof.quantized_matrices", lambda arch: ())  # the tiny model has none
+    fp8 = ("fleet.weight_format=fp8_block", "fleet.dtype=bfloat16")
+    assert "vLLM has no such kernels for a CPU" in message(folder, *fp8)
+    monkeypatch.setattr(checks, "runs_on_cpu", lambda python: False)
+    check(folder, *fp8)
 
 
 def test_replay_needs_recorded_batches_and_nothing_of_the_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,16 @@
 """A user's reward function: found before the run, called with an answer, and never able to end the run."""
 
-import asyncio
 import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from config_helpers import write_config, write_model
 from pydantic import ValidationError
 
 from dapo_megatron.config.algorithm import OverlongConfig
@@ -24,13 +22,12 @@ from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError
 from dapo_megatron.rewards import Answer, BadRewardError, judge
 from dapo_megatron.rewards.function import check_function, load_function
-from dapo_megatron.rollout.client import Generated
-from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.grader import Grader
-from dapo_megatron.rollout.requests import Sampling
 from dapo_megatron.rollout.sampler import Progress
-from dapo_megatron.rollout.work import Data, RolloutWork
+from dapo_megatron.rollout.work import Data
 from dapo_megatron.types import Prompt, Sample, Steps
+from tests.rollouts import said, work_of
+from tests.unit.config_helpers import write_config, write_model
 
 ANSWER = Answer("46", (1, 2, 3), ("4", "6", "\n"), (7, 8), "46", "sums", correct=True, finish_reason="stop")
 
@@ -270,12 +267,6 @@ def test_a_run_with_a_missing_function_does_not_start(tmp_path: Path) -> None:
 PROMPT = Prompt(id=41, token_ids=(7, 8), ground_truth="46", data_source="sums")
 
 
-def reply(text: str) -> Generated:
-    """One token a character, as `write_model` makes tokenizers."""
-    ids = tuple(63 if character == "\n" else ord(character) - 32 for character in text)
-    return Generated(ids, (-0.5,) * len(ids), "stop", (3, 3))
-
-
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
     """One character a token, and nothing between them."""
@@ -291,7 +282,7 @@ def graded(tokenizer: Tokenizer) -> Callable[[Callable[[Answer], Any]], Sample]:
     overlong = OverlongConfig(cache_tokens=2, brevity=0.5)
 
     def run(function: Callable[[Answer], Any]) -> Sample:
-        return Grader(tokenizer, "exact", ["\n"], overlong, 5, function).sample(reply("46 \n"), PROMPT)
+        return Grader(tokenizer, "exact", ["\n"], overlong, 5, function).sample(said("46 \n"), PROMPT)
 
     return run
 
@@ -327,11 +318,11 @@ def test_a_function_sees_the_whole_answer(tokenizer: Tokenizer) -> None:
         seen.append(answer)
         return 1.0
 
-    Grader(tokenizer, "exact", ["\n"], OverlongConfig(), 8, function).sample(reply("46\n7"), PROMPT)
+    Grader(tokenizer, "exact", ["\n"], OverlongConfig(), 8, function).sample(said("46\n7"), PROMPT)
     (answer,) = seen
     assert (answer.text, answer.correct) == ("46", True)
     assert answer.token_texts == ("4", "6", "\n", "7")
-    assert answer.token_ids == reply("46\n7").token_ids
+    assert list(answer.token_ids) == said("46\n7").token_ids.tolist()
     assert (answer.prompt_token_ids, answer.ground_truth, answer.data_source) == ((7, 8), "46", "sums")
     assert answer.finish_reason == "stop"
 
@@ -342,10 +333,10 @@ def test_ten_failures_of_a_step_are_logged_and_then_a_count(
     grader = Grader(tokenizer, "exact", [], OverlongConfig(), 8, lambda answer: 1 / 0)
     caplog.set_level(logging.WARNING)
     for _ in range(12):
-        grader.sample(reply("46"), PROMPT)
+        grader.sample(said("46"), PROMPT)
     grader.end_step(5)
     for _ in range(10):
-        grader.sample(reply("46"), PROMPT)
+        grader.sample(said("46"), PROMPT)
     grader.end_step(6)
     lines = [record.getMessage() for record in caplog.records]
     failure = "bad reward of an answer to prompt 41: ZeroDivisionError: division by zero"
@@ -355,14 +346,7 @@ def test_ten_failures_of_a_step_are_logged_and_then_a_count(
     )
 
 
-class OneAnswer:
-    """A server that always says "46"."""
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Generated:
-        return reply("46")
-
-
-def test_a_run_trains_on_process_rewards_and_evaluates_by_the_rule(tmp_path: Path) -> None:
+async def test_a_run_trains_on_process_rewards_and_evaluates_by_the_rule(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     calls = itertools.count()
     config = load_config(write_config(tmp_path), ["rollout.dynamic_sampling=false", "data.reward=exact"])
@@ -375,13 +359,40 @@ def test_a_run_trains_on_process_rewards_and_evaluates_by_the_rule(tmp_path: Pat
 
     prompts = Prompts((PROMPT,), duplicates=0, too_long=0)
     data = Data(prompts, prompts, PromptCursor(1, seed=0, shuffle=False, fingerprint=""))
-    fleet = Fleet([OneAnswer()], retries=0)
-    work = RolloutWork(config, data, Tokenizer(config.model.path), fleet, function)
-    header, _ = asyncio.run(work.sample(1, 0, Progress()))
+    work = await work_of(config, data, "46", 0, function)
+    header, _ = await work.sample(1, 0, 0, Progress())
     answers = config.responses_per_step
     assert header.stats["bad_reward"] == 1
     assert (len(header.step_rewards), len(set(header.step_responses.tolist()))) == (answers - 1, answers - 1)
     assert sorted(header.step_rewards.tolist()) == [n for n in range(answers) if n != 5]
     assert set(header.step_places.tolist()) == {1}
-    asyncio.run(work.evaluate(Progress()))
+    await work.evaluate(Progress())
     assert next(calls) == answers
+
+
+@pytest.mark.parametrize("rule", ["dapo", "exact"])
+@pytest.mark.parametrize("stop", [[], ["\n"]])
+@pytest.mark.parametrize("before", [0, 250, 2000])
+@pytest.mark.parametrize("after", [0, 200, 290, 1100])
+def test_the_end_of_a_long_answer_is_judged_as_the_whole(
+    tokenizer: Tokenizer, rule: str, stop: list[str], before: int, after: int
+) -> None:
+    text = "7" * before + "\nANSWER: 46\n" + " " * after
+    grader = Grader(tokenizer, rule, stop, OverlongConfig(), 9000)
+    whole = Grader(tokenizer, rule, stop, OverlongConfig(), 9000, returning(1.0))  # a function sees everything
+    sample, expected = grader.sample(said(text), PROMPT), whole.sample(said(text), PROMPT)
+    assert (sample.correct, sample.reason) == (expected.correct, expected.reason)
+    assert sample.correct == (rule == "dapo" and not stop and after < 288)
+
+
+def test_an_end_that_is_too_short_is_not_judged_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo_megatron.rollout.grader.LAST_TOKENS", 2)
+    assert Grader(tokenizer, "dapo", [], OverlongConfig(), 99).sample(said("ANSWER: 46"), PROMPT).correct
+
+
+def test_a_long_answer_is_not_decoded_whole(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    assert Grader(tokenizer, "dapo", [], OverlongConfig(), 9000).sample(said("7" * 5000 + "ANSWER: 46"), PROMPT).correct
+    assert decoded == [1024]

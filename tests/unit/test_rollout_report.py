@@ -1,6 +1,5 @@
 """What a step's draws are counted, costed and recorded as."""
 
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -13,18 +12,17 @@ from hypothesis import strategies as st
 from dapo_megatron.config.load import load_config
 from dapo_megatron.data.cursor import PromptCursor
 from dapo_megatron.data.prompts import Prompts
-from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.models.flops import forward_flops
 from dapo_megatron.models.registry import architecture_of
-from dapo_megatron.rollout.fleet import Fleet
+from dapo_megatron.rollout.jobs import BudgetExhaustedError
+from dapo_megatron.rollout.records import digest, read_records
 from dapo_megatron.rollout.report import MAX_PROMPT_CHARACTERS, GroupReport, cost_stats, read_groups
 from dapo_megatron.rollout.sampler import Progress
-from dapo_megatron.rollout.service import BudgetExhaustedError
-from dapo_megatron.rollout.statistics import COMPLETE, OUTCOMES, Draw, Outcome, batch_stats
-from dapo_megatron.rollout.work import Data, RolloutWork
-from dapo_megatron.types import Prompt, Sample
+from dapo_megatron.rollout.statistics import COMPLETE, OUTCOMES, Draw, Outcome, batch_stats, staleness_stats
+from dapo_megatron.rollout.work import Data
+from dapo_megatron.types import BatchHeader, Prompt, Sample
+from tests.rollouts import work_of
 from tests.unit.config_helpers import write_config, write_model
-from tests.unit.test_generation import ScriptedClient, reply
 
 
 def answer(correct: bool, length: int, reason: str = "", finish_reason: str = "stop") -> Sample:
@@ -142,26 +140,73 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_exhausted", ["train_smaller", "stop"])
-def test_a_step_of_the_controller_is_recorded_and_costed(tmp_path: Path, on_exhausted: str) -> None:
+async def test_a_step_of_the_controller_is_recorded_and_costed(tmp_path: Path, on_exhausted: str) -> None:
     """Also where the run ends for want of mixed groups: then the record says why."""
     write_model(tmp_path / "model")
     overrides = ["rollout.prompts_per_step=2", "rollout.max_rounds=1", f"rollout.on_exhausted={on_exhausted}"]
     config = load_config(write_config(tmp_path), overrides)
     prompts = Prompts(tuple(Prompt(i, (1, 2), "46") for i in range(3)), duplicates=0, too_long=0)
     data = Data(prompts, None, PromptCursor(3, seed=0, shuffle=False))
-    work = RolloutWork(config, data, Tokenizer(config.model.path), Fleet([ScriptedClient([reply("47")])], retries=0))
+    work = await work_of(config, data, "47", version=3)
     if on_exhausted == "stop":
         with pytest.raises(BudgetExhaustedError, match="budget of 2 prompts gave 0 of the 2 groups"):
-            asyncio.run(work.sample(5, 0, Progress()))
+            await work.sample(5, 3, 3, Progress())
     else:
-        header, _ = asyncio.run(work.sample(5, 0, Progress()))
+        header, _ = await work.sample(5, 3, 3, Progress())
         arch = architecture_of(config.model.path)
         fed = np.full(8, 2 + 2 - 1)
         assert header.stats["flops/generated"] == forward_flops(arch, fed, targets=np.full(8, 2))
         assert (header.stats["flops/kept"], header.stats["tokens/all_wrong"]) == (0.0, 16.0)
         assert header.stats["seconds_dropped"] == header.stats["seconds"]
+        assert math.isnan(header.stats["staleness"])
     records = list(read_groups(Path(config.run.dir) / "rollouts"))
     assert [(r["step"], r["draw"], r["verdict"], r["reasons"]) for r in records] == [
         (5, 0, "all_wrong", {"no_answer": 4}),
         (5, 1, "all_wrong", {"no_answer": 4}),
     ]
+
+
+async def test_what_a_step_did_is_recorded(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    config = load_config(write_config(tmp_path), ["rollout.prompts_per_step=2", "rollout.dynamic_sampling=false"])
+    data = Data(Prompts((Prompt(8, (1, 2), "46"),), 0, 0), None, PromptCursor(1, seed=0, shuffle=False))
+    header, tokens = await (await work_of(config, data, "47", version=2)).sample(4, 2, 2, Progress())
+    begin, *rest = [r for r in read_records(Path(config.run.dir) / "rollouts") if r["kind"] != "attempt"]
+    draws, answers, outcomes, (batch,) = rest[:2], rest[2:10], rest[10:12], rest[12:]
+    assert begin == {"kind": "begin", "step": 4, "version": 2, "oldest": 2}
+    assert draws == [{"kind": "draw", "step": 4, "draw": draw, "prompt": 8} for draw in (0, 1)]
+    expected = {"kind": "answer", "step": 4, "tokens": 2, "versions": [[2, 2]], "carried": False}
+    expected |= {"digest": (one := digest(tokens.response_tokens[:2])), "finish_reason": "stop"}
+    assert sorted(answers, key=lambda answer: answer["draw"]) == [
+        expected | {"draw": draw, "index": index} for draw in (0, 1) for index in range(4)
+    ]
+    assert outcomes == [{"kind": "outcome", "step": 4, "draw": draw, "outcome": "kept"} for draw in (0, 1)]
+    assert batch == {"kind": "batch", "step": 4, "responses": 8, "digest": digest(tokens.response_tokens)}
+    assert one != batch["digest"]
+    assert (header.stats["staleness"], header.stats["stale_tokens"]) == (0, 0)
+
+
+async def test_a_token_of_older_weights_than_allowed_ends_the_run(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    config = load_config(write_config(tmp_path), ["rollout.prompts_per_step=2", "rollout.dynamic_sampling=false"])
+    data = Data(Prompts((Prompt(8, (1, 2), "46"),), 0, 0), None, PromptCursor(1, seed=0, shuffle=False))
+    with pytest.raises(RuntimeError, match=r"step 4: the answer 0 \(draw 0\) has tokens of version 2.*older than 3"):
+        await (await work_of(config, data, "47", version=2)).sample(4, 3, 3, Progress())
+
+
+def test_staleness_is_of_tokens_and_relative_to_the_version_that_is_trained() -> None:
+    lengths = np.array([3, 1, 6], np.int32)
+    none = np.zeros(0, np.int32)
+    header = BatchHeader(
+        1, none, none, none, none, none, none.astype(np.float32), none.astype(bool), none.astype(bool),
+        run_responses=np.array([0, 0, 1], np.int32), run_versions=np.array([5, 7, 6], np.int32), run_lengths=lengths,
+    )  # fmt: skip
+    assert staleness_stats(header, 7) == {"staleness": (3 * 2 + 6) / 10, "staleness_max": 2, "stale_tokens": 9}
+    assert staleness_stats(header, 8)["stale_tokens"] == 10
+
+
+def test_answers_of_an_earlier_step_count_in_what_is_trained_and_not_in_what_is_generated() -> None:
+    carried = Draw(3, Prompt(1, (1, 2), ""), "kept", (answer(True, 4), answer(False, 8)), carried=1)
+    stats = batch_stats([carried])
+    assert (stats["generated_tokens"], stats["tokens/kept"], stats["answers/kept"]) == (8, 8, 1)
+    assert (stats["overhead"], stats["response_length"], stats["accuracy"]) == (8 / 12, 6, 0.5)

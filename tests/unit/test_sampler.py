@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dapo_megatron.config.rollout import RolloutConfig
 from dapo_megatron.data.cursor import PromptCursor
-from dapo_megatron.rollout.sampler import GroupFailedError, Progress, SampledBatch, Sampler
+from dapo_megatron.rollout.sampler import GroupFailedError, GroupRequest, Progress, SampledBatch, Sampler
 from dapo_megatron.types import Prompt, Sample
 
 GROUP = 4
@@ -44,14 +44,15 @@ class World:
     def __post_init__(self) -> None:
         self.prompts = [Prompt(id=i, token_ids=(i,), ground_truth="") for i in range(len(self.outcomes))]
 
-    async def generate(self, prompt: Prompt, size: int, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
+    async def generate(self, request: GroupRequest) -> tuple[Sample, ...]:
+        prompt = request.prompt
         call, self.calls = self.calls, self.calls + 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             for _ in range(self.turns[call % len(self.turns)]):
                 await asyncio.sleep(0)
-            return self.group(prompt, size, on_answer)
+            return self.group(prompt, request.size, request.on_answer)
         except asyncio.CancelledError:
             self.events.append(("aborted", prompt.id))
             raise
@@ -112,7 +113,8 @@ def test_any_finish_order_and_any_number_in_flight_give_the_batches_of_drawing_o
     world = World(outcomes, turns)
     config = rollout(needed, max_rounds=max_rounds, dynamic_sampling=dynamic)
     cursor = world.cursor()
-    sampler = Sampler(world.prompts, cursor, config, world.generate, max_in_flight and max_in_flight * GROUP)
+    bound = None if max_in_flight is None else lambda: max_in_flight * GROUP
+    sampler = Sampler(world.prompts, cursor, config, world.generate, bound)
     begin = 0
     for _ in range(3):
         progress = Progress()
@@ -195,7 +197,7 @@ def test_statistics_are_of_the_draws_up_to_the_last_kept_group() -> None:
 
 
 def test_a_cancelled_or_failing_sampling_leaves_the_cursor_where_it_was_and_nothing_running() -> None:
-    async def broken(prompt: Prompt, size: int, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
+    async def broken(request: GroupRequest) -> tuple[Sample, ...]:
         raise ZeroDivisionError
 
     async def scenario() -> None:

@@ -32,10 +32,11 @@ def play(world: World, config: RolloutConfig, steps: int, max_answers: int | Non
         return made
 
     batches: list[SampledBatch] = []
-    sampler = Sampler(world.prompts, cursor(None), config, world.generate, max_answers)
+    bound = None if max_answers is None else lambda: max_answers
+    sampler = Sampler(world.prompts, cursor(None), config, world.generate, bound)
     for _ in range(steps):
         if resumed and batches:
-            sampler = Sampler(world.prompts, cursor(batches[-1].cursor), config, world.generate, max_answers)
+            sampler = Sampler(world.prompts, cursor(batches[-1].cursor), config, world.generate, bound)
         progress = Progress()
         batches.append(asyncio.run(sampler.sample_batch(progress)))
         check_costs(batches[-1], progress)

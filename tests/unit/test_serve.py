@@ -48,6 +48,8 @@ def test_server_is_the_one_that_the_run_would_start(
         "log_path": tmp_path / "run" / "logs" / "server_3.log",
         "token": "secret",
         "first_gpu": None,  # those that this process sees
+        "routed_experts": False,
+        "dummy_weights": False,
     }
 
 

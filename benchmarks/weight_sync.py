@@ -1,0 +1,136 @@
+"""A weight push of SmolLM2-135M to two CPU vLLM servers, against a plain gloo broadcast of the same bytes.
+
+Usage: python benchmarks/weight_sync.py [--rounds N] [--servers N]
+
+Prints the medians of interleaved rounds, their ratio, and where the time of a push goes.
+"""
+
+import argparse
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from dapo_megatron.config.fleet import FleetConfig  # noqa: E402
+from dapo_megatron.rollout.server import Server, start_server, stop_server, wait_until_healthy  # noqa: E402
+from dapo_megatron.sync import group as transfer  # noqa: E402
+from dapo_megatron.sync.pusher import PushReport  # noqa: E402
+from tests.models import smollm2  # noqa: E402
+from tests.pushing import Push, plan_of  # noqa: E402
+
+BUCKET_MIB = 64
+PLAIN_RECEIVER = """
+import sys
+from dapo_megatron.sync import group as transfer
+
+port, rank, size, nbytes = map(int, sys.argv[1:])
+store = transfer.join_store("127.0.0.1", port, 60)
+group = transfer.TransferGroup(
+    store, address="127.0.0.1", rank=rank, world_size=size, backend="gloo", timeout=60
+)
+buffer = transfer.byte_buffer(nbytes, "gloo")
+while True:
+    group.start_broadcast(buffer, 600)
+    group.wait()
+"""
+
+
+class PlainBroadcast:
+    """A broadcast of `nbytes` bytes to processes that do nothing else, into memory that they have already."""
+
+    def __init__(self, nbytes: int, receivers: int) -> None:
+        store = transfer.open_store("127.0.0.1", 60)
+        command = [sys.executable, "-c", PLAIN_RECEIVER, str(store.port)]
+        size = str(receivers + 1)
+        self._processes = [
+            subprocess.Popen([*command, str(rank), size, str(nbytes)], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+            for rank in range(1, receivers + 1)
+        ]
+        self._group = transfer.TransferGroup(
+            store, address="127.0.0.1", rank=0, world_size=receivers + 1, backend="gloo", timeout=60
+        )
+        self._buffer = torch.ones(nbytes, dtype=torch.uint8)
+
+    def __call__(self) -> float:
+        """Seconds that one broadcast takes."""
+        begun = time.monotonic()
+        self._group.start_broadcast(self._buffer, 60)
+        self._group.wait()
+        return time.monotonic() - begun
+
+    def close(self) -> None:
+        """Ends the receivers."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._group.close()
+
+
+@contextmanager
+def servers(model: Path, count: int, logs: Path, token: str) -> Iterator[list[Server]]:
+    """`count` healthy servers with the model in bf16."""
+    fleet = FleetConfig(dtype="bfloat16", kv_cache_gb=0.03, max_num_seqs=4)
+    with ExitStack() as stack:
+        started = []
+        for index in range(count):
+            log = logs / f"server_{index}.log"
+            server = start_server(
+                model=str(model), index=index, port=None, fleet=fleet, max_model_len=128, seed=1, log_path=log,
+                token=token,
+            )  # fmt: skip
+            stack.callback(stop_server, server)
+            started.append(server)
+        for server in started:
+            wait_until_healthy(server, timeout=600)
+        yield started
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--servers", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, token = smollm2(), secrets.token_hex(8)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(model / "model.safetensors").items()}
+    plan = plan_of(model, dtype="bfloat16", bucket_bytes=BUCKET_MIB << 20)
+    nbytes = sum(bucket.nbytes for bucket in plan.buckets)
+    with tempfile.TemporaryDirectory() as logs, servers(model, options.servers, Path(logs), token) as started:
+        push = Push(plan, [(server.url, token) for server in started], timeout=600)
+        plain = PlainBroadcast(nbytes, options.servers)
+        try:
+            push.connect()
+            measured = [(plain(), push(tensors.items(), version)) for version in range(1, options.rounds + 2)]
+        finally:
+            push.close()
+            plain.close()
+    report(nbytes, options.servers, measured[1:])  # the first round also checks the servers' geometry
+
+
+def report(nbytes: int, count: int, measured: list[tuple[float, PushReport]]) -> None:
+    """Print medians and their ratio."""
+    plain = statistics.median(seconds for seconds, _ in measured)
+    pushed = statistics.median(report.seconds for _, report in measured)
+    print(f"{nbytes / 1e6:.0f} MB to {count} servers, medians of {len(measured)} interleaved rounds")
+    print(f"plain gloo broadcast  {plain:6.3f} s")
+    print(f"weight push           {pushed:6.3f} s, {pushed / plain:.2f} times as long")
+    for phase in measured[0][1].phases:
+        print(f"  {phase:8} {statistics.median(report.phases[phase] for _, report in measured):6.3f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Rank 0's part of a push: the same request to all servers at once, and who is to blame when it fails."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, Literal, TypeVar
+
+from dapo_megatron.sync.group import BROKEN_OFF
+from dapo_megatron.sync.server_admin import Received, ServerAdmin, ServerError
+
+POLL_SECONDS = 0.001
+BLAME_SECONDS = 5.0  # after a broadcast broke off: servers that are alive have said so by then
+
+T = TypeVar("T")
+
+CacheReset = Literal["idle", "running", "no"]
+"""What becomes of keys and values, which are of the old weights. idle: they are forgotten; no request is under way.
+running: they are forgotten, and requests under way go on with new ones. no: requests under way keep them, and new ones
+do not hit them, because each asks for those of its own version (`cache_salt`)."""
+
+
+class Calls(Generic[T]):
+    """One request under way to every server."""
+
+    def __init__(self, admins: Sequence[ServerAdmin], call: Callable[[ServerAdmin, int], T]) -> None:
+        self._admins = admins
+        self._futures = [_in_background(call, admin, number) for number, admin in enumerate(admins)]
+
+    def check(self) -> None:
+        """Raises the first failure there is, without asking who is to blame for it."""
+        if failures := self._failures():
+            raise failures[0]
+
+    def results(self, deadline: float) -> list[T]:
+        """The answers, in the order of the servers, before `deadline` (monotonic seconds). Raises ServerError."""
+        while not all(future.done() for future in self._futures):
+            self.check()
+            if time.monotonic() > deadline:
+                raise self.culprit(grace=0)
+            time.sleep(POLL_SECONDS)
+        self.check()
+        return [future.result() for future in self._futures]
+
+    def culprit(self, otherwise: ServerError | None = None, grace: float = BLAME_SECONDS) -> ServerError:
+        """The server that broke the request: one that is gone, refused, or stays silent for `grace` seconds.
+
+        A server whose broadcast broke off fails, too, and is not to blame for it. Where nobody is: `otherwise`.
+        """
+        end = time.monotonic() + grace
+        while True:
+            own = [error for error in self._failures() if BROKEN_OFF not in str(error)]
+            if own:
+                return min(own, key=lambda error: error.answered)
+            if time.monotonic() > end or all(future.done() for future in self._futures):
+                break
+            time.sleep(POLL_SECONDS)
+        silent = [admin.url for admin, future in zip(self._admins, self._futures, strict=True) if not future.done()]
+        if silent:
+            late = f"servers {', '.join(silent)} did not answer before the deadline (fleet.push_timeout)"
+            return ServerError(late, silent[0], answered=False)
+        return otherwise or self._failures()[0]
+
+    def _failures(self) -> list[ServerError]:
+        return [error for future in self._futures if (error := _failure(future)) is not None]
+
+
+class Conductor:
+    """The servers of one incarnation of the transfer groups, each (base URL, token)."""
+
+    def __init__(self, servers: Sequence[tuple[str, str]], timeout: float) -> None:
+        # Connections outlive the deadline: who is silent is told from who is only waiting for others.
+        self.admins = [ServerAdmin(url, token, timeout + 2 * BLAME_SECONDS) for url, token in servers]
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for admin in self.admins:
+            admin.close()
+
+    def prepare(self, workers: int, deadline: float) -> None:
+        """Closes updates that another incarnation left open, and checks that servers have as many workers as planned.
+
+        Raises:
+            ServerError: naming the server that fails or has another layout.
+        """
+        Calls(self.admins, lambda admin, _: admin.abandon_weight_update()).results(deadline)
+        sizes = Calls(self.admins, lambda admin, _: admin.world_size()).results(deadline)
+        for admin, size in zip(self.admins, sizes, strict=True):
+            if size != workers:
+                raise ServerError(
+                    f"server {admin.url} has {size} workers, but fleet.tensor x fleet.pipeline = {workers}", admin.url
+                )
+
+    def init(self, infos: Sequence[Mapping[str, Any]]) -> Calls[None]:
+        """Lets all workers join the groups of their server's info."""
+        return Calls(self.admins, lambda admin, number: admin.init_weight_transfer_engine(infos[number]))
+
+    def begin(self, info: Mapping[str, Any], deadline: float) -> Calls[list[Received]]:
+        """Opens an update on every server, paused, and lets its workers receive; the answers are what each got."""
+        Calls(self.admins, lambda admin, _: admin.pause()).results(deadline)
+        Calls(self.admins, lambda admin, _: admin.start_weight_update()).results(deadline)
+        return Calls(self.admins, lambda admin, _: admin.update_weights(info))
+
+    def finish(self, version: int, deadline: float, reset: CacheReset) -> None:
+        """Makes the weights live under `version`, forgets keys and values of the old ones as `reset` says, and resumes.
+
+        A paused engine may be made to forget them whatever is under way.
+        """
+
+        def finish(admin: ServerAdmin, _: int) -> None:
+            admin.finish_weight_update(version)
+            if reset != "no":
+                admin.reset_prefix_cache(running=True)
+            admin.resume()
+
+        Calls(self.admins, finish).results(deadline)
+
+
+def _failure(future: "Future[Any]") -> ServerError | None:
+    """What a call that has ended failed with; an error that is no server's is raised."""
+    if not future.done() or (error := future.exception()) is None:
+        return None
+    if not isinstance(error, ServerError):
+        raise error
+    return error
+
+
+def _in_background(call: Callable[..., T], *arguments: Any) -> "Future[T]":
+    """Runs `call` in a thread that does not keep the process alive: a server may never answer."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-push", daemon=True).start()
+    return future
