@@ -1,8 +1,9 @@
 """A weight push of SmolLM2-135M to two CPU vLLM servers, against a plain gloo broadcast of the same bytes.
 
-Usage: python benchmarks/weight_sync.py [--rounds N] [--servers N]
+Usage: python benchmarks/weight_sync.py [--rounds N] [--servers N] [--bucket-mb N]
 
-Prints the medians of interleaved rounds, their ratio, and where the time of a push goes.
+Prints the medians of interleaved rounds, their ratio, and where the time of a push goes: of wall and of processors, the
+second of which other work on the machine changes little.
 """
 
 import argparse
@@ -13,14 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -31,7 +35,8 @@ from dapo_megatron.sync.pusher import PushReport  # noqa: E402
 from tests.models import smollm2  # noqa: E402
 from tests.pushing import Push, plan_of  # noqa: E402
 
-BUCKET_MIB = 64
+T = TypeVar("T")
+
 PLAIN_RECEIVER = """
 import sys
 from dapo_megatron.sync import group as transfer
@@ -71,6 +76,11 @@ class PlainBroadcast:
         self._group.wait()
         return time.monotonic() - begun
 
+    @property
+    def pids(self) -> list[int]:
+        """The receivers'."""
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         """Ends the receivers."""
         for process in self._processes:
@@ -103,33 +113,82 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--bucket-mb", type=int, default=64)
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, token = smollm2(), secrets.token_hex(8)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(model / "model.safetensors").items()}
-    plan = plan_of(model, dtype="bfloat16", bucket_bytes=BUCKET_MIB << 20)
+    plan = plan_of(model, dtype="bfloat16", bucket_bytes=options.bucket_mb << 20)
     nbytes = sum(bucket.nbytes for bucket in plan.buckets)
     with tempfile.TemporaryDirectory() as logs, servers(model, options.servers, Path(logs), token) as started:
         push = Push(plan, [(server.url, token) for server in started], timeout=600)
         plain = PlainBroadcast(nbytes, options.servers)
         try:
             push.connect()
-            measured = [(plain(), push(tensors.items(), version)) for version in range(1, options.rounds + 2)]
+            pids = [server.process.pid for server in started]
+            measured = [
+                Round(
+                    *measure(plain, plain.pids),
+                    *measure(lambda version=version: push(tensors.items(), version), pids),  # type: ignore[misc]
+                )
+                for version in range(1, options.rounds + 2)
+            ]
         finally:
             push.close()
             plain.close()
     report(nbytes, options.servers, measured[1:])  # the first round also checks the servers' geometry
 
 
-def report(nbytes: int, count: int, measured: list[tuple[float, PushReport]]) -> None:
+@dataclass(frozen=True)
+class Processors:
+    """Processor seconds of the sender and, all together, of the receivers."""
+
+    sender: float
+    receivers: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """A plain broadcast and a push."""
+
+    plain: float
+    plain_processors: Processors
+    push: PushReport
+    push_processors: Processors
+
+
+def measure(function: Callable[[], T], receivers: Sequence[int]) -> tuple[T, Processors]:
+    """The function's result, and the processor seconds that it took here and in processes `receivers`."""
+    begun, others = time.process_time(), sum(map(processor_seconds, receivers))
+    result = function()
+    return result, Processors(time.process_time() - begun, sum(map(processor_seconds, receivers)) - others)
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process and its children have used so far."""
+    process = psutil.Process(pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def report(nbytes: int, count: int, measured: list[Round]) -> None:
     """Print medians and their ratio."""
-    plain = statistics.median(seconds for seconds, _ in measured)
-    pushed = statistics.median(report.seconds for _, report in measured)
+
+    def median(value: Callable[[Round], float]) -> float:
+        return statistics.median(map(value, measured))
+
+    plain, pushed = median(lambda r: r.plain), median(lambda r: r.push.seconds)
     print(f"{nbytes / 1e6:.0f} MB to {count} servers, medians of {len(measured)} interleaved rounds")
-    print(f"plain gloo broadcast  {plain:6.3f} s")
-    print(f"weight push           {pushed:6.3f} s, {pushed / plain:.2f} times as long")
-    for phase in measured[0][1].phases:
-        print(f"  {phase:8} {statistics.median(report.phases[phase] for _, report in measured):6.3f} s")
+    print("                        wall   sender  receivers (processor seconds)")
+    rows: dict[str, Callable[[Round], Processors]] = {
+        f"plain gloo broadcast  {plain:6.3f}": lambda r: r.plain_processors,
+        f"weight push           {pushed:6.3f}": lambda r: r.push_processors,
+    }
+    for row, used in rows.items():
+        print(f"{row} {median(lambda r, u=used: u(r).sender):8.3f} {median(lambda r, u=used: u(r).receivers):8.3f}")  # type: ignore[misc]
+    print(f"{pushed / plain:.2f} times as long")
+    for phase in measured[0].push.phases:
+        print(f"  {phase:8} {median(lambda r, phase=phase: r.push.phases[phase]):6.3f} s")  # type: ignore[misc]
 
 
 if __name__ == "__main__":

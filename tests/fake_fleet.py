@@ -67,7 +67,8 @@ class FakeServer:
         if path == "/collective_rpc" and body["method"] == "received":
             found = zip(self._inboxes, self._errors, strict=True)
             return {"results": [{"hashes": b.hashes, "seconds": b.seconds, "error": error} for b, error in found]}
-        return {"results": self._errors, "success": True}
+        status = {"/pause": "paused", "/resume": "resumed"}.get(path.partition("?")[0], "")
+        return {"results": self._errors, "success": True, "status": status}
 
     def _receive(self, worker: int) -> list[tuple[Stretch, Tensor]]:
         found = []

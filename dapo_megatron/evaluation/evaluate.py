@@ -33,10 +33,13 @@ async def evaluate(
     progress.needed = progress.drawn = len(prompts)
     slots = asyncio.Semaphore(max_in_flight)
 
+    def count(place: int, sample: Sample) -> None:
+        progress.add(sample)
+
     async def answer(prompt: Prompt) -> tuple[Sample, ...]:
         async with slots:
             try:
-                return await generate(GroupRequest(-1, prompt, samples, progress.add, lambda partial: None))
+                return await generate(GroupRequest(-1, prompt, samples, count, lambda place, part: None))
             except GroupFailedError:
                 return ()
             finally:

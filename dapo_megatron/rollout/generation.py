@@ -52,16 +52,15 @@ class GroupGenerator:
             raise
         finally:
             await _end([watchdog, *tasks.values()])
-        return (*request.finished, *(task.result() for task in tasks.values()))
+        samples = {**request.finished, **{answer.index: task.result() for answer, task in tasks.items()}}
+        return tuple(samples[index] for index in range(request.size))
 
     def _answers(self, request: GroupRequest) -> list[Answer]:
-        """Those still to be finished, begun ones first."""
+        """Those still to be finished."""
         group = AnswerGroup(request.draw, request.prompt, request.size, self._sampling, self._by_rule)
         name = f"{self._run}-{next(self._numbers)}"
-        done = len(request.finished)
-        missing = range(done, request.size)
-        parts = itertools.chain(request.partial, itertools.repeat(NOTHING))
-        return [Answer(group, index, f"{name}-{index}", part) for index, part in zip(missing, parts, strict=False)]
+        missing = [index for index in range(request.size) if index not in request.finished]
+        return [Answer(group, index, f"{name}-{index}", request.partial.get(index, NOTHING)) for index in missing]
 
     async def _collect(
         self, request: GroupRequest, tasks: dict[Answer, asyncio.Task[Sample]], reported: set[Answer]
@@ -72,7 +71,7 @@ class GroupGenerator:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 answer = waiting.pop(task)
-                request.on_answer(task.result())
+                request.on_answer(answer.index, task.result())
                 reported.add(answer)
 
     async def _put_aside(
@@ -88,9 +87,9 @@ class GroupGenerator:
             if answer in reported:
                 continue
             if not task.cancelled() and task.exception() is None:
-                request.on_answer(task.result())
+                request.on_answer(answer.index, task.result())
             elif len(answer.so_far.token_ids):
-                request.on_partial(answer.so_far)
+                request.on_partial(answer.index, answer.so_far)
 
     async def _watch(self, request: GroupRequest, tasks: dict[Answer, asyncio.Task[Sample]]) -> None:
         age = 0.0

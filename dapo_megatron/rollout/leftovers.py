@@ -1,7 +1,8 @@
 """Answers that a step began and did not need, kept for the step that draws their prompts again."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from dapo_megatron.types import Int32, Prompt, Sample
 
 @dataclass(frozen=True, eq=False)
 class Leftover:
-    """What there is of a group: answers that are `finished`, and the beginnings of others."""
+    """What there is of a group: answers that are `finished`, and the beginnings of others, under their places in it."""
 
-    finished: tuple[Sample, ...] = ()
-    partial: tuple[Generated, ...] = ()
+    finished: Mapping[int, Sample] = field(default_factory=dict)
+    partial: Mapping[int, Generated] = field(default_factory=dict)
 
     @property
     def answers(self) -> int:
@@ -24,9 +25,8 @@ class Leftover:
     @property
     def tokens(self) -> int:
         """Tokens of all of them."""
-        return sum(len(sample.token_ids) for sample in self.finished) + sum(
-            len(part.token_ids) for part in self.partial
-        )
+        finished = sum(len(sample.token_ids) for sample in self.finished.values())
+        return finished + sum(len(part.token_ids) for part in self.partial.values())
 
 
 class Leftovers:
@@ -38,7 +38,8 @@ class Leftovers:
 
     def keep(self, draw: int, prompt: Prompt, size: int, leftover: Leftover) -> None:
         """Keep what there is of the group of `size` answers to `prompt`."""
-        begun = Leftover(leftover.finished, tuple(part for part in leftover.partial if len(part.token_ids)))
+        partial = {place: part for place, part in leftover.partial.items() if len(part.token_ids)}
+        begun = Leftover(leftover.finished, partial)
         if begun.answers:
             self._kept[draw] = prompt, size, begun
 
@@ -55,8 +56,8 @@ class Leftovers:
             self._counts["leftovers_discarded"] += leftover.answers
             return Leftover()
         fresh = Leftover(
-            tuple(answer for answer in leftover.finished if _is_fresh(answer.versions, oldest)),
-            tuple(answer for answer in leftover.partial if _is_fresh(answer.versions, oldest)),
+            {place: answer for place, answer in leftover.finished.items() if _is_fresh(answer.versions, oldest)},
+            {place: answer for place, answer in leftover.partial.items() if _is_fresh(answer.versions, oldest)},
         )
         self._counts["stale_dropped"] += leftover.answers - fresh.answers
         self._counts["resumed_answers"] += fresh.answers

@@ -8,7 +8,7 @@ flight: taking what arrives first trains on short answers (`selection: arrival` 
 import asyncio
 import math
 from bisect import insort
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -50,23 +50,23 @@ class Progress:
 class GroupRequest:
     """A group of `size` answers to `prompt`, which is draw number `draw` of the run (-1: of an evaluation).
 
-    `finished` and `partial` are answers of an earlier attempt, at most `size` in all: those that count as they are, and
-    those to go on with. `on_answer` is called for every answer that this attempt finishes. Where the attempt is
-    cancelled, `on_partial` is called once for every other answer that has begun, in an earlier attempt or in this one,
-    before the cancellation comes through.
+    An answer goes by its place in the group, 0 .. size-1, which it keeps from one attempt to the next. `finished` and
+    `partial` are those of an earlier attempt: to count as they are, and to go on with. `on_answer` is called for every
+    answer that this attempt finishes. Where the attempt is cancelled, `on_partial` is called once for every other
+    answer that has begun, in an earlier attempt or in this one, before the cancellation comes through.
     """
 
     draw: int
     prompt: Prompt
     size: int
-    on_answer: Callable[[Sample], None]
-    on_partial: Callable[[Generated], None]
-    finished: tuple[Sample, ...] = ()
-    partial: tuple[Generated, ...] = ()
+    on_answer: Callable[[int, Sample], None]
+    on_partial: Callable[[int, Generated], None]
+    finished: Mapping[int, Sample] = field(default_factory=dict)
+    partial: Mapping[int, Generated] = field(default_factory=dict)
 
 
 Generate = Callable[[GroupRequest], Awaitable[tuple[Sample, ...]]]
-"""Returns the whole group, `finished` first. Raises GroupFailedError; may be cancelled."""
+"""Returns the whole group in the order of its places. Raises GroupFailedError; may be cancelled."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class Sampler:
         attempt.record("draw", draw=number, prompt=prompt.id)
         leftover = self._leftovers.take(number, prompt, attempt.size, attempt.oldest)
         attempt.candidates[number] = _Candidate(number, index, prompt, leftover)
-        for sample in leftover.finished:
-            attempt.add_answer(number, sample, carried=True)
+        for place, sample in leftover.finished.items():
+            attempt.add_answer(number, place, sample, carried=True)
         attempt.running[number] = asyncio.ensure_future(self._sample_group(attempt, attempt.candidates[number]))
         return index
 
@@ -195,13 +195,13 @@ class Sampler:
         """The complete group, or None when it failed."""
         number, prompt, finished = candidate.number, candidate.prompt, candidate.leftover.finished
         if len(finished) == attempt.size:
-            return Group(number, prompt, finished)
+            return Group(number, prompt, tuple(finished[place] for place in range(attempt.size)))
         request = GroupRequest(
             draw=number,
             prompt=prompt,
             size=attempt.size,
-            on_answer=lambda sample: attempt.add_answer(number, sample, carried=False),
-            on_partial=candidate.partial.append,
+            on_answer=lambda place, sample: attempt.add_answer(number, place, sample, carried=False),
+            on_partial=candidate.partial.__setitem__,
             finished=finished,
             partial=candidate.leftover.partial,
         )
@@ -256,8 +256,8 @@ class Sampler:
             return []
         lengths: list[int] = []
         for candidate in candidates:
-            lengths += [len(sample.token_ids) for sample in candidate.answers]
-            lengths += [len(part.token_ids) for part in candidate.partial]
+            lengths += [len(sample.token_ids) for sample in candidate.answers.values()]
+            lengths += [len(part.token_ids) for part in candidate.partial.values()]
         return lengths
 
     def _put_back(self, attempt: "_Attempt", candidates: Collection["_Candidate"]) -> None:
@@ -267,7 +267,7 @@ class Sampler:
         for candidate in candidates:
             # Of a failed group the answers that finished are the short ones: to keep them would prefer these.
             if candidate.number not in attempt.finished or candidate.group is not None:
-                leftover = Leftover(tuple(candidate.answers), tuple(candidate.partial))
+                leftover = Leftover(candidate.answers, candidate.partial)
                 self._leftovers.keep(candidate.number, candidate.prompt, attempt.size, leftover)
 
 
@@ -279,8 +279,9 @@ class _Candidate:
     index: int
     prompt: Prompt
     leftover: Leftover
-    answers: list[Sample] = field(default_factory=list)  # as they finish; the leftover's come first
-    partial: list[Generated] = field(default_factory=list)  # what there is of the others where the group was cancelled
+    # Under their places in the group: those that are finished, the leftover's first; what a stopped group has of more.
+    answers: dict[int, Sample] = field(default_factory=dict)
+    partial: dict[int, Generated] = field(default_factory=dict)
     group: Group | None = None  # complete
 
 
@@ -298,21 +299,20 @@ class _Attempt:
         self.mixed = 0  # of the finished ones, how many can be trained on
         self.kept: list[int] = []  # those, in the order in which they are chosen from
 
-    def add_answer(self, number: int, sample: Sample, carried: bool) -> None:
+    def add_answer(self, number: int, place: int, sample: Sample, carried: bool) -> None:
         """Count a finished answer of a draw; a `carried` one was counted in the step that finished it."""
-        answers = self.candidates[number].answers
         versions, lengths = version_runs(sample.versions)
         self.record(
             "answer",
             draw=number,
-            index=len(answers),
+            index=place,
             tokens=len(sample.token_ids),
             versions=list(zip(versions.tolist(), lengths.tolist(), strict=True)),
             digest=digest(sample.token_ids),
             finish_reason=sample.finish_reason,
             carried=carried,
         )
-        answers.append(sample)
+        self.candidates[number].answers[place] = sample
         if not carried:
             self.progress.add(sample)
 
@@ -330,7 +330,7 @@ class _Attempt:
             outcome = self._outcome(candidate, kept, taken)
             self.record("outcome", draw=number, outcome=outcome)
             carried = len(candidate.leftover.finished)
-            draws.append(Draw(number, candidate.prompt, outcome, tuple(candidate.answers), carried))
+            draws.append(Draw(number, candidate.prompt, outcome, tuple(candidate.answers.values()), carried))
         return tuple(draws)
 
     def _outcome(self, candidate: _Candidate, kept: set[int], taken: set[int]) -> Outcome:

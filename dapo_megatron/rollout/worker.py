@@ -50,6 +50,14 @@ async def open_engine(config: Config) -> "AsyncIterator[LocalEngine | WorkerPool
         yield engine
 
 
+@dataclass(eq=False)
+class _Request:
+    """An answer under way. `worker`: where it runs, or None while it waits for one."""
+
+    worker: "_Worker | None" = None
+    aborted: bool = False  # while it waited
+
+
 @dataclass
 class _Call:
     """A request that a worker has not answered yet."""
@@ -70,10 +78,10 @@ class WorkerPool:
     def __init__(
         self, config: Config, count: int, make_engine: str = f"{local_engine.__module__}:{local_engine.__name__}"
     ) -> None:
-        self._changed = asyncio.Event()  # a worker runs, or is lost
+        self._changed = asyncio.Event()  # a worker runs, or is lost, or an answer that waits for one was aborted
         self._workers = [_Worker(index, config, make_engine, self._changed) for index in range(count)]
         self._places: dict[str, int] = {}  # of server ids, counted up
-        self._requests: dict[str, _Worker] = {}  # where each answer runs
+        self._requests: dict[str, _Request] = {}  # answers under way
 
     async def __aenter__(self) -> Self:
         try:
@@ -94,9 +102,13 @@ class WorkerPool:
         Raises:
             RuntimeError: when a worker is broken, or none is left.
         """
-        worker = self._requests[task.request_id] = await self._worker(server)
+        request = self._requests[task.request_id] = _Request()
         try:
-            return await worker.answer(server, task, on_tokens)
+            request.worker = await self._worker(server, request)
+            if request.worker is None:
+                text = f"answer {task.request_id} was ended before a worker began it"
+                raise RequestError(text, task.so_far, "aborted")
+            return await request.worker.answer(server, task, on_tokens)
         finally:
             del self._requests[task.request_id]
 
@@ -104,8 +116,13 @@ class WorkerPool:
         """End requests; see `requests.Engine`."""
         by_worker: defaultdict[_Worker, list[str]] = defaultdict(list)
         for request_id in request_ids:
-            if (worker := self._requests.get(request_id)) is not None:
-                by_worker[worker].append(request_id)
+            if (request := self._requests.get(request_id)) is None:
+                continue
+            if request.worker is None:
+                request.aborted = True
+                self._changed.set()
+            else:
+                by_worker[request.worker].append(request_id)
         await asyncio.gather(*(worker.abort(server, ids) for worker, ids in by_worker.items()))
 
     def end_step(self, step: int) -> None:
@@ -113,17 +130,18 @@ class WorkerPool:
         for worker in self._workers:
             worker.end_step(step)
 
-    async def _worker(self, server: Server) -> "_Worker":
-        """The server's own worker, or the next one that runs; waits until there is one."""
+    async def _worker(self, server: Server, request: _Request) -> "_Worker | None":
+        """The server's own worker, or the next one that runs. Waits until there is one, or `request` is aborted."""
         place = self._places.setdefault(server.id, len(self._places)) % len(self._workers)
         in_turn = self._workers[place:] + self._workers[:place]
-        while True:
+        while not request.aborted:
             if running := [worker for worker in in_turn if worker.running]:
                 return running[0]
             if all(worker.lost for worker in in_turn):
                 raise RuntimeError("all rollout workers ended; see the log for how")
             self._changed.clear()
             await self._changed.wait()
+        return None
 
 
 class _Worker:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dapo_megatron.sync.group import BROKEN_OFF
 from dapo_megatron.sync.server_admin import Received, ServerAdmin, ServerError
@@ -13,11 +13,6 @@ POLL_SECONDS = 0.001
 BLAME_SECONDS = 5.0  # after a broadcast broke off: servers that are alive have said so by then
 
 T = TypeVar("T")
-
-CacheReset = Literal["idle", "running", "no"]
-"""What becomes of keys and values, which are of the old weights. idle: they are forgotten; no request is under way.
-running: they are forgotten, and requests under way go on with new ones. no: requests under way keep them, and new ones
-do not hit them, because each asks for those of its own version (`cache_salt`)."""
 
 
 class Calls(Generic[T]):
@@ -95,23 +90,28 @@ class Conductor:
         """Lets all workers join the groups of their server's info."""
         return Calls(self.admins, lambda admin, number: admin.init_weight_transfer_engine(infos[number]))
 
-    def begin(self, info: Mapping[str, Any], deadline: float) -> Calls[list[Received]]:
-        """Opens an update on every server, paused, and lets its workers receive; the answers are what each got."""
-        Calls(self.admins, lambda admin, _: admin.pause()).results(deadline)
-        Calls(self.admins, lambda admin, _: admin.start_weight_update()).results(deadline)
+    def begin(self, info: Mapping[str, Any], deadline: float, *, held: bool) -> Calls[list[Received]]:
+        """Opens an update on every server and lets its workers receive; the answers are what each got.
+
+        Servers are paused before, unless they are `held` already.
+        """
+
+        def begin(admin: ServerAdmin, _: int) -> None:
+            if not held:
+                admin.pause()
+            admin.start_weight_update()
+
+        Calls(self.admins, begin).results(deadline)
         return Calls(self.admins, lambda admin, _: admin.update_weights(info))
 
-    def finish(self, version: int, deadline: float, reset: CacheReset) -> None:
-        """Makes the weights live under `version`, forgets keys and values of the old ones as `reset` says, and resumes.
-
-        A paused engine may be made to forget them whatever is under way.
-        """
+    def finish(self, version: int, deadline: float, *, held: bool) -> None:
+        """Makes the weights live under `version`; unless servers are `held`, they forget keys and values and go on."""
 
         def finish(admin: ServerAdmin, _: int) -> None:
             admin.finish_weight_update(version)
-            if reset != "no":
-                admin.reset_prefix_cache(running=True)
-            admin.resume()
+            if not held:
+                admin.reset_prefix_cache()
+                admin.resume()
 
         Calls(self.admins, finish).results(deadline)
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from dapo_megatron.sync import group as transfer
 from dapo_megatron.sync.channel import Channel, Way
-from dapo_megatron.sync.conductor import POLL_SECONDS, CacheReset, Calls, Conductor
+from dapo_megatron.sync.conductor import POLL_SECONDS, Calls, Conductor
 from dapo_megatron.sync.delta import DeltaSender
 from dapo_megatron.sync.plan import TransferPlan
 from dapo_megatron.sync.same_host import SharedSender, meeting_place
@@ -113,12 +113,13 @@ class WeightPusher:
             self._publish(self._join(calls, deadline))
         self._agreed(lambda: self._outcomes(calls, deadline)[0])
 
-    def push(self, version: int, reset: CacheReset = "idle") -> PushReport:
-        """Makes the weights live on all servers as `version`, hashes compared, prefix caches reset.
+    def push(self, version: int, *, held: bool = False) -> PushReport:
+        """Makes the weights live on all servers as `version`, hashes compared, keys and values of old ones forgotten.
 
         Args:
             version: theirs.
-            reset: what becomes of cached keys and values.
+            held: the servers are paused, stay so, and keep the keys and values of requests under way. No other request
+                uses these: each asks for those of its own version (`cache_salt`).
 
         Raises:
             ServerError: on every rank, naming the server that failed or was late; its weights are then not usable, and
@@ -130,7 +131,7 @@ class WeightPusher:
         self._pushes += 1
         begun = time.monotonic()
         deadline = begun + self._timeout
-        calls, failure = self._begin(deadline)
+        calls, failure = self._begin(deadline, held)
         try:
             sent = self._sender.send(self._groups, self._watch(calls), self._give_up, deadline)
         except BaseException:  # the run is at its end: servers must not wait for it
@@ -142,7 +143,7 @@ class WeightPusher:
         def conclude() -> PushReport:
             if failure is not None:
                 raise failure
-            return self._conclude(version, reset, calls, begun, deadline)
+            return self._conclude(version, held, calls, begun, deadline)
 
         return self._agreed(conclude)
 
@@ -209,12 +210,12 @@ class WeightPusher:
         except RuntimeError as error:
             raise ServerError(f"{transfer.BROKEN_OFF} before it began: {error}") from error
 
-    def _begin(self, deadline: float) -> tuple[Calls[list[Received]] | None, ServerError | None]:
+    def _begin(self, deadline: float, held: bool) -> tuple[Calls[list[Received]] | None, ServerError | None]:
         """Lets the servers receive, on rank 0; the first push of an incarnation also proves the servers' geometry."""
         if self._conductor is None:
             return None, None
         try:
-            return self._conductor.begin({"check_nan": self._pushes == 1}, deadline), None
+            return self._conductor.begin({"check_nan": self._pushes == 1}, deadline, held=held), None
         except ServerError as error:
             self._give_up()
             return None, error
@@ -222,7 +223,7 @@ class WeightPusher:
     def _conclude(
         self,
         version: int,
-        reset: CacheReset,
+        held: bool,
         calls: Calls[list[Received]] | None,
         begun: float,
         deadline: float,
@@ -233,7 +234,7 @@ class WeightPusher:
         hashes = {rank: sent.hashes for rank, sent in outcomes.items()}
         for number, (member, workers) in enumerate(zip(self._members, received, strict=True)):
             compare_hashes(member.url, self._plan.of_server(number), hashes, [worker.hashes for worker in workers])
-        self._conductor.finish(version, deadline, reset)
+        self._conductor.finish(version, deadline, held=held)
         timings = [sent.seconds for sent in outcomes.values()]
         timings += [worker.seconds for workers in received for worker in workers]
         phases = {

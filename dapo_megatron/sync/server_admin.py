@@ -90,11 +90,11 @@ class ServerAdmin:
 
         An answer that was ended may still be on its way to the engine, though nobody waits for it any more.
         """
-        self._call("POST", vllm_api.pause_path("keep", clear_cache=False))
+        self._expect("paused", vllm_api.pause_path("keep", clear_cache=False))
 
     def resume(self) -> None:
         """Lets the engine go on after `pause`."""
-        self._call("POST", vllm_api.RESUME)
+        self._expect("resumed", vllm_api.RESUME)
 
     def start_weight_update(self) -> None:
         """Opens an update: the server's layers wait for tensors."""
@@ -116,14 +116,10 @@ class ServerAdmin:
         self._call("POST", vllm_api.FINISH_WEIGHT_UPDATE, body)
         self._check(vllm_api.FINISH_WEIGHT_UPDATE, self._rpc("failure"))
 
-    def reset_prefix_cache(self, *, running: bool) -> None:
-        """Forgets cached keys and values.
-
-        `running`: requests may be under way; they are preempted, and go on with keys and values computed anew.
-        """
-        if not self._ask("POST", vllm_api.reset_prefix_cache_path(running=running), vllm_api.parse_reset):
-            text = f"server {self.url}: the prefix cache cannot be reset while requests are running"
-            raise ServerError(text, self.url)
+    def reset_prefix_cache(self) -> None:
+        """Forgets all keys and values of a paused engine; requests under way go on with such as are computed anew."""
+        if not self._ask("POST", vllm_api.reset_prefix_cache_path(running=True), vllm_api.parse_reset):
+            raise ServerError(f"server {self.url}: the prefix cache cannot be reset", self.url)
 
     def abandon_weight_update(self) -> None:
         """Closes an update that was started and never finished, if there is one."""
@@ -141,7 +137,7 @@ class ServerAdmin:
         """Takes memory for keys and values: the server is awake."""
         self._expect("awake", vllm_api.wake_up_path(["kv_cache"]))
 
-    def _expect(self, status: Literal["sleeping", "awake"], path: str) -> None:
+    def _expect(self, status: Literal["paused", "resumed", "sleeping", "awake"], path: str) -> None:
         self._ask("POST", path, lambda reply: vllm_api.check_status(reply, status))
 
     def _rpc(self, method: str) -> list[Any]:

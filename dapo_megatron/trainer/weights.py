@@ -14,7 +14,6 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.rollout.handle import Rollouts
 from dapo_megatron.rollout.jobs import Admission
 from dapo_megatron.rollout.requests import Server
-from dapo_megatron.sync.conductor import CacheReset
 from dapo_megatron.sync.proof import proved_plan
 from dapo_megatron.sync.pusher import Member, WeightPusher
 from dapo_megatron.sync.server_admin import OtherBytesError, ServerError
@@ -72,7 +71,7 @@ class WeightSync:
         """
         if self._pusher is None:
             return
-        servers = self._push(self._pusher, version, self._reset)
+        servers = self._push(self._pusher, version, held=self._held)
         self._unprobed += 1
         if self._config.fleet.probe_every is not None and self._unprobed >= self._config.fleet.probe_every:
             self._probe.check(self._gaps(servers, version), self._before)
@@ -87,8 +86,7 @@ class WeightSync:
         pusher = self._new_pusher()
         try:
             pusher.connect(_members(admission.servers))
-            # It may still work on answers that nobody waits for.
-            pusher.push(version, self._complete_reset)
+            pusher.push(version)
         except OtherBytesError:
             raise
         except ServerError as error:
@@ -113,14 +111,13 @@ class WeightSync:
         """
         if self._pusher is None:
             return
-        reset = self._complete_reset  # all these weights have the same version
-        gaps = self._gaps(self._push(self._pusher, version, reset), version)
+        gaps = self._gaps(self._push(self._pusher, version), version)
         self._before = max((gap.mean for gap in gaps.values()), default=0.0)
         kept = self._add_noise()
-        self._push(self._pusher, version, reset)
-        noisy = self._gaps(self._push(self._pusher, version, reset), version)
+        self._push(self._pusher, version)
+        noisy = self._gaps(self._push(self._pusher, version), version)
         self._restore(kept)
-        self._push(self._pusher, version, reset)
+        self._push(self._pusher, version)
         self._probe.check(noisy, self._before)
 
     def __enter__(self) -> Self:
@@ -132,18 +129,11 @@ class WeightSync:
             self._pusher.close()
 
     @property
-    def _complete_reset(self) -> CacheReset:
-        """Forgets everything, whatever runs; but vLLM refuses to interrupt requests that record routes."""
-        return "idle" if self._config.training.router_replay == "R3" else "running"
+    def _held(self) -> bool:
+        """Whether the fleet has paused its servers for a push, and lets them go on after it."""
+        return self._config.rollout.pipeline == "async" and self._config.fleet.on_push == "keep"
 
-    @property
-    def _reset(self) -> CacheReset:
-        """That of a push while answers may be under way, which may have been promised their keys and values."""
-        if self._config.rollout.pipeline != "async":
-            return "idle"
-        return "no" if self._config.fleet.on_push == "keep" or self._complete_reset == "idle" else "running"
-
-    def _push(self, pusher: WeightPusher, version: int, reset: CacheReset) -> Sequence[Server]:
+    def _push(self, pusher: WeightPusher, version: int, *, held: bool = False) -> Sequence[Server]:
         """Push until all servers that are left have the weights; these servers."""
         number, self._pushes = self._pushes, self._pushes + 1
         if self._first:
@@ -159,7 +149,7 @@ class WeightSync:
                         pusher.connect(_members(servers))
                     self._connected = servers
                 if servers:
-                    self._push_to(servers, pusher, version, reset)
+                    self._push_to(servers, pusher, version, held)
                 break
             except OtherBytesError:
                 raise
@@ -176,10 +166,10 @@ class WeightSync:
             self._rollouts.push_done(number, attempt, time.monotonic() - begun)
         return servers
 
-    def _push_to(self, servers: Sequence[Server], pusher: WeightPusher, version: int, reset: CacheReset) -> None:
+    def _push_to(self, servers: Sequence[Server], pusher: WeightPusher, version: int, held: bool) -> None:
         if self._turns is not None:
             self._turns.take_weights(servers)
-        pusher.push(version, reset)
+        pusher.push(version, held=held)
         if self._turns is not None:
             self._turns.generate(servers)
 

@@ -129,7 +129,10 @@ def markdown(
             continue
         accuracy, seconds = (float(np.mean([getattr(run, key) for run in done])) for key in ("accuracy", "seconds"))
         beside = compared.get(arm)
-        told = (f"{beside.difference:+.3f}", f"{beside.lower:+.3f}", beside.verdict) if beside else ("", "", "")
+        told = ("", "", "")
+        if beside:
+            lower = "-" if math.isnan(beside.lower) else f"{beside.lower:+.3f}"
+            told = (f"{beside.difference:+.3f}", lower, beside.verdict)
         verdicts.append((f"`{arm}`", str(len(done)), f"{accuracy:.3f}", *told, f"{seconds:.0f}"))
         means = {key: float(np.mean([run.metrics[key] for run in done])) for key in METRICS}
         means["staleness_max"] = max(run.metrics["staleness_max"] for run in done)

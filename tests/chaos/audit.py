@@ -61,24 +61,26 @@ def _step(step: int, records: list[Record], journal: Journal, staleness: int) ->
     answers: dict[int, list[Record]] = defaultdict(list)
     for record in by_kind["answer"]:
         answers[record["draw"]].append(record)
-    finished = Counter((r["draw"], r["tokens_after"]) for r in by_kind["attempt"] if r["ended"] == "finished")
+    finished = {(r["draw"], r["index"]): r["tokens_after"] for r in by_kind["attempt"] if r["ended"] == "finished"}
     oldest = by_kind["begin"][0]["oldest"]
     for draw, group in answers.items():
         found += _group(draw, group, finished, oldest, oldest + staleness)
+        if draw in kept and sorted(record["index"] for record in group) != list(range(len(group))):
+            found.append(f"draw {draw}: an answer is missing")
     return found + _chains(by_kind["attempt"]) + _batch(step, kept, answers, by_kind["batch"], journal)
 
 
-def _group(draw: int, group: list[Record], finished: Counter[tuple[int, int]], oldest: int, newest: int) -> list[str]:
+def _group(draw: int, group: list[Record], finished: dict[tuple[int, int], int], oldest: int, newest: int) -> list[str]:
     found = []
-    if sorted(record["index"] for record in group) != list(range(len(group))):
-        found.append(f"draw {draw}: an answer is missing or there twice")
+    if len({record["index"] for record in group}) != len(group):
+        found.append(f"draw {draw}: an answer is there twice")
     for record in group:
         if sum(count for _, count in record["versions"]) != record["tokens"]:
             found.append(f"draw {draw}: weight versions do not cover an answer")
         if not all(oldest <= version <= newest for version, _ in record["versions"]):
             found.append(f"draw {draw}: an answer has weights {record['versions']}, due are {oldest} to {newest}")
-    own = Counter(record["tokens"] for record in group if not record["carried"])
-    if any(finished[draw, tokens] < count for tokens, count in own.items()):
+    own = [record for record in group if not record["carried"]]
+    if any(finished.get((draw, record["index"])) != record["tokens"] for record in own):
         found.append(f"draw {draw}: an answer was never finished by a server")
     return found
 

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.launch import torchrun
 from tests.models import tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(640)
 
 VOCABULARY = 193  # no layout divides it
 # Name: (family, tied embeddings, trainer, server, dtype).
@@ -55,7 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         server = {key: 2 if key == "tensor" else value for key, value in case["server"].items() if key != "pipeline"}
         cases.append(case | {"name": f"{case['name']}, same host", "server": server, "same_host": True})
     job = {"cases": cases, "faults": cases[0]}
-    return torchrun(4, "tests.distributed.push_worker", job, folder)
+    return torchrun(4, "tests.distributed.push_worker", job, folder, timeout=600)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,17 +31,17 @@ from dapo_megatron.sync import group as transfer
 from dapo_megatron.sync.buckets import tensor_hash
 
 port, rank, world_size, nbytes, epochs = map(int, sys.argv[1:])
-store = transfer.join_store("127.0.0.1", port, 30)
+store = transfer.join_store("127.0.0.1", port, 120)
 for epoch in range(1, epochs + 1):
     meeting = transfer.epoch_store(store, epoch)
     address = transfer.route_to("127.0.0.1", port)
     group = transfer.TransferGroup(
-        meeting, address=address, rank=rank, world_size=world_size, backend="gloo", timeout=30
+        meeting, address=address, rank=rank, world_size=world_size, backend="gloo", timeout=120
     )
     buffer = transfer.byte_buffer(nbytes, "gloo")
     print("joined", flush=True)
     try:
-        group.start_broadcast(buffer, 30)
+        group.start_broadcast(buffer, 120)
         group.wait()
         print(tensor_hash(buffer), flush=True)
     except RuntimeError:
@@ -83,7 +83,7 @@ def join(store: torch.distributed.Store, epoch: int) -> transfer.TransferGroup:
         rank=transfer.SENDER,
         world_size=WORLD_SIZE,
         backend="gloo",
-        timeout=30,
+        timeout=120,
     )
 
 
@@ -94,22 +94,22 @@ def _torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_arrive_and_the_group_can_be_rebuilt() -> None:
-    store = transfer.open_store("127.0.0.1", timeout=30)
+    store = transfer.open_store("127.0.0.1", timeout=120)
     with receivers(store.port, epochs=2) as processes:
         for epoch in (1, 2):
             group = join(store, epoch)
             payload = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
-            group.start_broadcast(payload, 30)
+            group.start_broadcast(payload, 120)
             group.wait()
             for process in processes:
                 assert line(process) == "joined"
                 assert line(process) == str(tensor_hash(payload))
             group.close()
-        assert [process.wait(20) for process in processes] == [0, 0]
+        assert [process.wait(60) for process in processes] == [0, 0]
 
 
 def test_sender_that_breaks_off_frees_its_receivers() -> None:
-    store = transfer.open_store("127.0.0.1", timeout=30)
+    store = transfer.open_store("127.0.0.1", timeout=120)
     with receivers(store.port, epochs=1) as processes:
         group = join(store, 1)
         for process in processes:
@@ -118,18 +118,18 @@ def test_sender_that_breaks_off_frees_its_receivers() -> None:
         group.close()
         for process in processes:
             assert line(process) == "broken off"
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
 
 
 SENDER_THAT_GIVES_UP = """
 from dapo_megatron.sync import group as transfer
-store = transfer.open_store("127.0.0.1", 30)
+store = transfer.open_store("127.0.0.1", 120)
 print(store.port, flush=True)
 group = transfer.TransferGroup(
-    transfer.epoch_store(store, 1), address="127.0.0.1", rank=0, world_size=3, backend="gloo", timeout=30
+    transfer.epoch_store(store, 1), address="127.0.0.1", rank=0, world_size=3, backend="gloo", timeout=120
 )
 input()
-group.start_broadcast(transfer.byte_buffer(64 << 20, "gloo"), 30)
+group.start_broadcast(transfer.byte_buffer(64 << 20, "gloo"), 120)
 assert not group.done()
 group.close()
 """
@@ -149,9 +149,9 @@ def test_sender_need_not_wait_for_a_broadcast_that_nobody_receives() -> None:
                 assert line(process) == "joined"
                 os.kill(process.pid, signal.SIGSTOP)
             begun = time.monotonic()
-            sender.communicate("go on\n", timeout=20)
+            sender.communicate("go on\n", timeout=60)
             assert sender.returncode == 0
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - begun < 60
     finally:
         sender.kill()
         sender.wait()

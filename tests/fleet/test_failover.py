@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.config.run import Config
 from dapo_megatron.rollout.client import ServerClient
 from dapo_megatron.rollout.engine import LocalEngine
 from dapo_megatron.rollout.fleet import Answer, AnswerGroup, Fleet
 from dapo_megatron.rollout.records import Records, read_records
 from dapo_megatron.rollout.requests import Generated, RequestError, Sampling, Server
+from dapo_megatron.rollout.worker import WorkerPool
 from dapo_megatron.types import Prompt, Sample
 from tests.fleet.conftest import MAX_MODEL_LEN, RunningServer
+from tests.fleet.test_run import sections
 from tests.fleet.tiny import VOCABULARY
 
 PROMPT = Prompt(0, tuple(range(40, 100)), "")
@@ -162,6 +166,37 @@ async def test_interrupted_answer_is_the_uninterrupted_one(
     assert len(attempts) == (1 if interrupt is _keep_around_push else 2)
     if len(attempts) == 2:
         assert 0 < attempts[1]["tokens_before"] < TOKENS  # it was interrupted in the middle, and went on from there
+
+
+async def begun(answers: list[Answer], attempt: int) -> None:
+    """Wait until an attempt of each answer is under way."""
+    while not all(answer.attempts == attempt and answer.attempt for answer in answers):
+        await asyncio.sleep(0.005)
+
+
+async def test_answers_of_a_worker_outlive_pushes_and_its_death(
+    running: RunningServer, version: int, uninterrupted: Generated, task: Path, tmp_path: Path
+) -> None:
+    server = Server("s0", running.url, running.token)
+    config = Config.model_validate(sections(running.model, task, FleetConfig(), tmp_path / "run"))
+    async with WorkerPool(config, 1) as pool, asyncio.timeout(200):
+        fleet = Fleet(pool, FleetConfig(request_retries=1), Records(tmp_path), pause=0.01)
+        fleet.add(server, version)
+        answers = [Answer(AnswerGroup(0, PROMPT, 3, GREEDY), index, f"worker-{index}") for index in range(3)]
+        tasks = [asyncio.create_task(fleet.answer(answer)) for answer in answers]
+        await received(fleet, answers[0])
+        await _abort_around_push(fleet, server, version)
+        await begun(answers, attempt=2)
+        (worker,) = [p for p in psutil.Process().children() if "dapo_megatron.rollout.worker_process" in p.cmdline()]
+        worker.kill()
+        for sample in await asyncio.gather(*tasks):
+            check(sample, uninterrupted, version)
+        await fleet.close()
+    attempts = [record for record in read_records(tmp_path) if record["kind"] == "attempt"]
+    ends = [[record["ended"] for record in attempts if record["index"] == index] for index in range(3)]
+    assert ends == [["aborted", "failed", "finished"]] * 3
+    before = [record["tokens_before"] for record in attempts if record["ended"] == "finished"]
+    assert all(0 < tokens < TOKENS for tokens in before)  # what the abort left is not lost with the worker
 
 
 async def test_cancelled_answer_ends_on_the_server(running: RunningServer) -> None:

@@ -24,7 +24,6 @@ from tests.models import REPOSITORY
 from tests.processes import descendants, gone_within
 
 STEPS = 4
-pytestmark = pytest.mark.timeout(START_SECONDS + RUN_SECONDS)
 
 
 @contextmanager
@@ -47,6 +46,7 @@ def node(config: Path, **variables: str) -> Iterator["subprocess.Popen[str]"]:
         process.wait()
 
 
+@pytest.mark.timeout(2 * START_SECONDS + RUN_SECONDS)  # two servers and a run
 async def test_servers_of_a_node_leave_during_a_run(
     running: RunningServer, task: Path, tiny_fleet: FleetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,7 +175,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 def test_every_example_is_dry_run_here() -> None:
     """But those whose runs start from a model that is made here (tests/unit/test_ablation.py and its like)."""
-    files = [path for path in (REPOSITORY / "examples").glob("*/*.yaml") if path.parent.name not in ("ablation", "staleness")]
+    files = [
+        path for path in (REPOSITORY / "examples").glob("*/*.yaml") if path.parent.name not in ("ablation", "staleness")
+    ]
     assert {str(path.relative_to(REPOSITORY / "examples").with_suffix("")) for path in files} == set(EXAMPLES)
 
 

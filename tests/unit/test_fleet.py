@@ -497,13 +497,13 @@ async def _chaos(folder: Path, seed: int) -> None:
 async def _group(world: World, generate: GroupGenerator, prompt: int) -> list[Sample]:
     """A group, cancelled and taken up again a few times on its way."""
     await asyncio.sleep(world.rng.random() * 10)
-    finished: list[Sample] = []
-    partial: list[Generated] = []
+    finished: dict[int, Sample] = {}
+    partial: dict[int, Generated] = {}
     while True:
-        given, parts = tuple(finished), tuple(partial)
+        given, parts = dict(finished), dict(partial)
         partial.clear()
         request = GroupRequest(
-            prompt, Prompt(prompt, (prompt, 1), ""), 4, finished.append, partial.append, given, parts
+            prompt, Prompt(prompt, (prompt, 1), ""), 4, finished.__setitem__, partial.__setitem__, given, parts
         )
         task = asyncio.ensure_future(generate(request))
         if world.rng.random() < 0.4:
@@ -511,16 +511,16 @@ async def _group(world: World, generate: GroupGenerator, prompt: int) -> list[Sa
             task.cancel()
         await asyncio.wait([task])
         if task.cancelled():
-            assert len(finished) + len(partial) <= 4
+            assert given.items() <= finished.items()
+            left = partial | finished
+            assert len(left) == len(partial) + len(finished)
             # Nothing that had arrived may be missing.
-            assert sum(len(part.token_ids) for part in parts) <= sum(
-                len(answer.token_ids) for answer in [*partial, *finished[len(given) :]]
-            )
+            assert all(len(part.token_ids) <= len(left[place].token_ids) for place, part in parts.items())
         elif isinstance(task.exception(), GroupFailedError):
-            finished, partial = [], []  # the sampler would drop it
+            finished, partial = {}, {}  # the sampler would drop it
         else:
             samples = task.result()
-            assert sorted(map(id, samples)) == sorted(map(id, finished))
+            assert samples == tuple(finished[place] for place in range(4))
             for sample in samples:
                 world.check(sample, prompt)
             return list(samples)

@@ -69,8 +69,8 @@ def fleet_of(engine: Replies, folder: Path, retries: int = 0) -> Fleet:
     return fleet
 
 
-def request(size: int, on_answer: Callable[[Sample], None] = lambda sample: None, draw: int = 5) -> GroupRequest:
-    return GroupRequest(draw, PROMPT, size, on_answer, lambda part: None)
+def request(size: int, on_answer: Callable[[int, Sample], None] = lambda place, sample: None) -> GroupRequest:
+    return GroupRequest(5, PROMPT, size, on_answer, lambda place, part: None)
 
 
 def answer(engine: Replies, folder: Path, size: int, retries: int = 0) -> tuple[Sample, ...]:
@@ -176,38 +176,39 @@ def test_failed_answer_is_asked_for_again_under_another_id(grader: Grader, tmp_p
 
 
 def test_each_answer_is_reported_once(grader: Grader, tmp_path: Path) -> None:
-    seen: list[Sample] = []
+    seen: list[tuple[int, Sample]] = []
     engine = Replies(grader, [said("46"), said("47\n"), said("4")])
 
     async def main() -> tuple[Sample, ...]:
-        return await GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, 1e6)(request(3, seen.append))
+        return await GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, 1e6)(
+            request(3, lambda *reported: seen.append(reported))
+        )
 
     samples = asyncio.run(main())
-    assert sorted(map(id, seen)) == sorted(map(id, samples))
+    assert sorted(seen) == list(enumerate(samples))
     assert sorted(len(sample.token_ids) for sample in samples) == [1, 2, 3]
 
 
 def test_group_goes_on_with_what_an_earlier_attempt_left(grader: Grader, tmp_path: Path) -> None:
     engine = Replies(grader, [said("46")])
-    done, begun, seen = grader.sample(said("47"), PROMPT), said("4"), list[Sample]()
-    group = GroupRequest(5, PROMPT, 3, seen.append, lambda part: None, finished=(done,), partial=(begun,))
+    done, begun, seen = grader.sample(said("47"), PROMPT), said("4"), dict[int, Sample]()
+    group = GroupRequest(5, PROMPT, 3, seen.__setitem__, lambda place, part: None, {1: done}, {2: begun})
 
     async def main() -> tuple[Sample, ...]:
         return await GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, 1e6)(group)
 
     samples = asyncio.run(main())
-    assert samples[0] is done
-    assert len(samples) == 3
+    assert samples == (seen[0], done, seen[2])
     assert len(seen) == 2
-    assert [len(task.so_far.token_ids) for task in engine.tasks] == [1, 0]
-    assert sorted(record["tokens_before"] for record in read_records(tmp_path)) == [0, 1]
+    assert [len(task.so_far.token_ids) for task in engine.tasks] == [0, 1]
+    assert {record["index"]: record["tokens_before"] for record in read_records(tmp_path)} == {0: 0, 2: 1}
 
 
 @pytest.mark.parametrize("resume", [True, False])
 def test_cancelled_group_hands_over_what_has_begun_if_it_is_to_be_resumed(tmp_path: Path, resume: bool) -> None:
-    parts: list[Generated] = []
-    seen: list[Sample] = []
-    group = GroupRequest(5, Prompt(7, (7,), ""), 20, seen.append, parts.append)
+    parts: dict[int, Generated] = {}
+    seen: dict[int, Sample] = {}
+    group = GroupRequest(5, Prompt(7, (7,), ""), 20, seen.__setitem__, parts.__setitem__)
 
     async def main() -> None:
         engine = ScriptedEngine(random.Random(3))
@@ -225,9 +226,9 @@ def test_cancelled_group_hands_over_what_has_begun_if_it_is_to_be_resumed(tmp_pa
 
     run_virtually(main())
     assert seen
-    assert (len(seen) + len(parts) == 20) == resume == bool(parts)
-    assert all(len(part.token_ids) and part.finish_reason == "partial" for part in parts)
-    assert all(set(part.versions.tolist()) == {3} for part in parts)
+    assert (sorted([*seen, *parts]) == list(range(20))) == resume == bool(parts)
+    assert all(len(part.token_ids) and part.finish_reason == "partial" for part in parts.values())
+    assert all(set(part.versions.tolist()) == {3} for part in parts.values())
 
 
 def test_watchdog_names_what_a_group_waits_for(

@@ -62,9 +62,11 @@ async def fleet_of(folder: Path, *servers: FakeServer, **config: Any) -> AsyncIt
         await fleet.close()
 
 
-async def answer(fleet: Fleet, on_answer: Callable[[Sample], None] = lambda sample: None) -> tuple[Sample, ...]:
+async def answer(
+    fleet: Fleet, on_answer: Callable[[int, Sample], None] = lambda place, sample: None
+) -> tuple[Sample, ...]:
     generate = GroupGenerator(fleet, Sampling(TOKENS), watchdog_after=60)
-    return await generate(GroupRequest(0, PROMPT, SIZE, on_answer, lambda part: None))
+    return await generate(GroupRequest(0, PROMPT, SIZE, on_answer, lambda place, part: None))
 
 
 def check(samples: tuple[Sample, ...]) -> None:
@@ -88,10 +90,10 @@ async def test_answers_of_a_server_that_fails_go_on_at_one_that_does_not(
     fault: Fault, tmp_path: Path, short_grace: None
 ) -> None:
     async with two_servers(fault, tmp_path) as (bad, good, fleet):
-        seen: list[Sample] = []
-        samples = await answer(fleet, seen.append)
+        seen: dict[int, Sample] = {}
+        samples = await answer(fleet, seen.__setitem__)
         check(samples)
-        assert sorted(map(id, seen)) == sorted(map(id, samples))
+        assert seen == dict(enumerate(samples))
         assert sum(member.answers for member in fleet.members()) == 0
         if fault != "drip":  # which is slow, but right
             assert [member.id for member in fleet.members()] == ["good"]
@@ -155,6 +157,6 @@ async def test_answer_that_was_cut_off_after_its_last_token_is_whole(tmp_path: P
         ):
             generate = GroupGenerator(fleet, sampling, watchdog_after=60)
             part = Generated(ids, *rest)  # type: ignore[arg-type]
-            (sample,) = await generate(GroupRequest(0, PROMPT, 1, lambda _: None, lambda _: None, partial=(part,)))
+            (sample,) = await generate(GroupRequest(0, PROMPT, 1, lambda *_: None, lambda *_: None, partial={0: part}))
             assert (sample.finish_reason, len(sample.token_ids)) == (expected, TOKENS)
     assert not good.bodies

@@ -83,7 +83,10 @@ FLEET_FAULTS: list[tuple[dict[str, str], str]] = [
     ({"URLS_FILE": ""}, "URLS_FILE is not set"),
     ({"SERVERS": "0"}, "SERVERS=0 must be a positive number"),
     ({"FIRST_INDEX": "a"}, "FIRST_INDEX=a must be a number"),
-    ({"CUDA_VISIBLE_DEVICES": "0,1", "SERVERS": "3"}, "3 servers of fleet.tensor x fleet.pipeline = 1 GPUs need more than the 2 GPUs"),
+    (
+        {"CUDA_VISIBLE_DEVICES": "0,1", "SERVERS": "3"},
+        "3 servers of fleet.tensor x fleet.pipeline = 1 GPUs need more than the 2 GPUs",
+    ),
 ]
 
 

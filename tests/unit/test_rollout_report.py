@@ -177,7 +177,7 @@ async def test_what_a_step_did_is_recorded(tmp_path: Path) -> None:
     assert draws == [{"kind": "draw", "step": 4, "draw": draw, "prompt": 8} for draw in (0, 1)]
     expected = {"kind": "answer", "step": 4, "tokens": 2, "versions": [[2, 2]], "carried": False}
     expected |= {"digest": (one := digest(tokens.response_tokens[:2])), "finish_reason": "stop"}
-    assert sorted(answers, key=lambda answer: answer["draw"]) == [
+    assert sorted(answers, key=lambda answer: (answer["draw"], answer["index"])) == [
         expected | {"draw": draw, "index": index} for draw in (0, 1) for index in range(4)
     ]
     assert outcomes == [{"kind": "outcome", "step": 4, "draw": draw, "outcome": "kept"} for draw in (0, 1)]

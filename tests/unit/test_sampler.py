@@ -59,15 +59,15 @@ class World:
         finally:
             self.running -= 1
 
-    def group(self, prompt: Prompt, size: int, on_answer: Callable[[Sample], None]) -> tuple[Sample, ...]:
+    def group(self, prompt: Prompt, size: int, on_answer: Callable[[int, Sample], None]) -> tuple[Sample, ...]:
         outcome = self.outcomes[prompt.id]
         self.events.append((outcome, prompt.id))
         if outcome == FAILED:
             raise GroupFailedError
         right = {MIXED: 1, RIGHT: size, WRONG: 0}[outcome]
         samples = tuple(answer(i < right, length=1 + prompt.id % 5) for i in range(size))
-        for sample in samples:
-            on_answer(sample)
+        for place, sample in enumerate(samples):
+            on_answer(place, sample)
         return samples
 
     def cursor(self) -> PromptCursor:

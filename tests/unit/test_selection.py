@@ -54,26 +54,27 @@ class Engine:
         loop = asyncio.get_running_loop()
         started, begun = loop.time(), self._begun(request)
         left = {n: self.length(request.draw, n) - len(so_far.token_ids) for n, so_far in begun.items()}
-        done: list[Sample] = []
+        done = dict(request.finished)
         try:
             for number in sorted(left, key=left.__getitem__):
                 await asyncio.sleep(started + left[number] - loop.time())
                 answer = self._more(begun.pop(number), number, left[number])
-                done.append(whole(answer, number == 0 or not self.mixed(request.prompt)))
-                request.on_answer(done[-1])
+                done[number] = whole(answer, number == 0 or not self.mixed(request.prompt))
+                request.on_answer(number, done[number])
                 if self.fails(request.draw):
                     raise GroupFailedError
         except asyncio.CancelledError:
             for number, so_far in begun.items():
-                request.on_partial(self._more(so_far, number, int(loop.time() - started)))
+                request.on_partial(number, self._more(so_far, number, int(loop.time() - started)))
             raise
-        return (*request.finished, *done)
+        return tuple(done[number] for number in range(request.size))
 
     def _begun(self, request: GroupRequest) -> dict[int, Generated]:
         """What there is of each answer that is not finished."""
-        known = {int(part.token_ids[0]): part for part in request.partial}
-        finished = {int(sample.token_ids[0]) for sample in request.finished}
-        return {n: known.get(n, NOTHING) for n in range(request.size) if n not in finished}
+        ids = {place: sample.token_ids for place, sample in request.finished.items()}
+        ids |= {place: part.token_ids for place, part in request.partial.items()}
+        assert all(set(spelt.tolist()) == {place} for place, spelt in ids.items()), "an answer changed its place"
+        return {n: request.partial.get(n, NOTHING) for n in range(request.size) if n not in request.finished}
 
     def _more(self, so_far: Generated, number: int, tokens: int) -> Generated:
         versions = np.append(so_far.versions, np.full(tokens, self.version, np.int32))
@@ -184,7 +185,7 @@ def test_no_draw_is_trained_on_twice_or_lost(
         progress, records = Progress(), Recorded()
         batch: SampledBatch = run_virtually(sampler.sample_batch(progress, max(0, step - 1), records))
         assert [group.draw for group in batch.groups] == sorted(group.draw for group in batch.groups)
-        assert all(len({s.token_ids[0] for s in group.samples}) == 2 for group in batch.groups)
+        assert all([s.token_ids[0] for s in group.samples] == [0, 1] for group in batch.groups)
         counted += [draw.number for draw in batch.draws if draw.outcome not in ("surplus", "aborted")]
         waiting = [draw[0] for draw in batch.cursor["waiting"]]
         assert sorted(counted + waiting) == list(range(batch.cursor["drawn"]))
@@ -217,7 +218,7 @@ class Recorded:
         assert outcomes == {draw.number: draw.outcome for draw in batch.draws}
         for draw in batch.draws:
             answers = [record for record in self.of("answer") if record["draw"] == draw.number]
-            assert [record["index"] for record in answers] == list(range(len(draw.answers)))
+            assert [record["index"] for record in answers] == [sample.token_ids[0] for sample in draw.answers]
             assert sum(record["carried"] for record in answers) == draw.carried
             for record, sample in zip(answers, draw.answers, strict=True):
                 assert record["digest"] == digest(sample.token_ids)
@@ -293,7 +294,7 @@ def test_a_failed_group_leaves_nothing_behind() -> None:
 def test_what_has_not_begun_is_no_leftover() -> None:
     kept = Leftovers()
     prompt = Prompt(1, (1,), "")
-    kept.keep(7, prompt, 2, Leftover(partial=(NOTHING,)))
+    kept.keep(7, prompt, 2, Leftover(partial={0: NOTHING}))
     assert kept.end_step()["leftover_answers"] == 0
     assert kept.take(7, prompt, 2, oldest=0).answers == 0
 
@@ -302,7 +303,7 @@ def test_leftovers_of_a_draw_are_taken_once_and_only_by_their_prompt() -> None:
     kept = Leftovers()
     prompt = Prompt(1, (1,), "")
     for draw in (7, 8):
-        kept.keep(draw, prompt, 2, Leftover(partial=(part(0, [3, 4]), part(1, [4, 4]))))
+        kept.keep(draw, prompt, 2, Leftover(partial={0: part(0, [3, 4]), 1: part(1, [4, 4])}))
     assert kept.take(7, prompt, 2, oldest=4).tokens == 2
     assert kept.take(7, prompt, 2, oldest=4).answers == 0
     assert kept.take(8, Prompt(2, (1,), ""), 2, oldest=0).answers == 0

@@ -50,6 +50,7 @@ def test_server_is_the_one_that_the_run_would_start(
         "first_gpu": None,  # those that this process sees
         "routed_experts": False,
         "dummy_weights": False,
+        "hf_overrides": None,
     }
 
 

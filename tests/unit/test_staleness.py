@@ -88,6 +88,8 @@ def test_page_and_data(tmp_path: Path) -> None:
     assert "| `async_2` | 3 | 0.377 | +0.015 | -0.017 | non-inferior | 12 |" in text
     assert "| `async_2` | 0.50 | 3 |" in text
     assert "`resume` |" not in text.split("overrides")[0]
+    alone = write(read_plan(ARMS), [jobs[0], jobs[2]], tmp_path / "alone")[0].read_text()
+    assert "| `async_2` | 1 | 0.510 | +0.010 | - | inconclusive | 12 |" in alone
     data = orjson.loads(paths[1].read_bytes())
     assert data["compared"]["async_2"]["seeds"] == 2
     assert set(data["compared"]) == {"async_2"}

@@ -74,8 +74,8 @@ class Pusher:
         self.members = "".join(member.id for member in members)
         self.script.log.append(("connect", self.number, self.members))
 
-    def push(self, version: int, reset: str) -> None:
-        self.script.log.append(("push", self.number, self.members, version, reset))
+    def push(self, version: int, *, held: bool = False) -> None:
+        self.script.log.append(("push", self.number, self.members, version, held))
         if self.script.failures and (error := self.script.failures.pop(0)) is not None:
             self.members = ""  # as the groups of a push that failed
             raise error
@@ -110,10 +110,10 @@ def test_groups_are_built_when_the_servers_change_and_not_before(make: MakeSync)
     assert script.log == [
         ("begin", 0, 1),
         ("connect", 0, "ab"),
-        ("push", 0, "ab", 1, "idle"),
+        ("push", 0, "ab", 1, False),
         ("done", 0, 0),
         ("begin", 1, 2),
-        ("push", 0, "ab", 2, "idle"),
+        ("push", 0, "ab", 2, False),
         ("done", 1, 0),
     ]
     script.log.clear()
@@ -134,13 +134,13 @@ def test_a_server_that_fails_is_left_out_and_the_rest_get_the_weights(make: Make
     assert script.log == [
         ("begin", 0, 1),
         ("connect", 0, "abc"),
-        ("push", 0, "abc", 1, "idle"),
+        ("push", 0, "abc", 1, False),
         ("failed", 0, 0, "b"),
         ("connect", 0, "ac"),
-        ("push", 0, "ac", 1, "idle"),
+        ("push", 0, "ac", 1, False),
         ("failed", 0, 1, "a"),
         ("connect", 0, "c"),
-        ("push", 0, "c", 1, "idle"),
+        ("push", 0, "c", 1, False),
         ("done", 0, 2),
     ]
 
@@ -185,38 +185,32 @@ def test_other_ranks_do_the_same_and_tell_nobody(make: MakeSync, monkeypatch: py
     sync.push(1)
     assert script.log == [
         ("connect", 0, "ab"),
-        ("push", 0, "ab", 1, "idle"),
+        ("push", 0, "ab", 1, False),
         ("connect", 0, "a"),
-        ("push", 0, "a", 1, "idle"),
+        ("push", 0, "a", 1, False),
     ]
 
 
-ASYNC, KEEP, ROUTES = "rollout.pipeline=async", "fleet.on_push=keep", "training.router_replay=R3"
-
-
 @pytest.mark.parametrize(
-    ("overrides", "pushed", "admitted"),
+    ("overrides", "held"),
     [
-        ([], "idle", "running"),
-        ([ASYNC], "running", "running"),
-        ([ASYNC, KEEP], "no", "running"),
-        ([ROUTES], "idle", "idle"),
-        ([ASYNC, ROUTES], "no", "idle"),
+        ([], False),
+        (["rollout.pipeline=async"], False),
+        (["fleet.on_push=keep"], False),
+        (["rollout.pipeline=async", "fleet.on_push=keep"], True),
     ],
 )
-def test_keys_and_values_of_answers_under_way(
-    make: MakeSync, overrides: list[str], pushed: str, admitted: str, monkeypatch: pytest.MonkeyPatch
+def test_the_fleet_holds_answers_under_way_where_it_was_asked_to(
+    make: MakeSync, overrides: list[str], held: bool
 ) -> None:
-    """They go where nobody was promised to keep them, and where vLLM lets them; at the start nothing is kept."""
-    sync, script = make("a", *[o for o in overrides if o != ROUTES])
-    if ROUTES in overrides:  # the model of these tests has no experts
-        monkeypatch.setattr(sync._config.training, "router_replay", "R3")
+    """But not at the start, when all weights have the same version, nor in an admission, when others go on."""
+    sync, script = make("a", *overrides)
     sync.verify(0)
-    assert [entry[4] for entry in script.log if entry[0] == "push"] == [admitted] * 4
+    assert [entry[4] for entry in script.log if entry[0] == "push"] == [False] * 4
     script.log.clear()
     sync.push(1)
     sync.admit(Admission(0, (server("c"),)), 1)
-    assert [entry[4] for entry in script.log if entry[0] == "push"] == [pushed, admitted]
+    assert [entry[4] for entry in script.log if entry[0] == "push"] == [held, False]
 
 
 def test_servers_are_probed_as_often_as_was_asked(make: MakeSync) -> None:
@@ -253,7 +247,7 @@ def test_an_admission_has_groups_of_its_own(make: MakeSync) -> None:
     sync.admit(Admission(3, (server("c"), server("d"))), 1)
     assert script.log == [
         ("connect", 1, "cd"),
-        ("push", 1, "cd", 1, "running"),
+        ("push", 1, "cd", 1, False),
         ("close", 1),
         ("gaps", "cd", 1),
         ("check", "cd", 0.0),
@@ -261,7 +255,7 @@ def test_an_admission_has_groups_of_its_own(make: MakeSync) -> None:
     ]
     script.log.clear()
     sync.push(2)
-    assert script.log[1] == ("push", 0, "ab", 2, "idle")  # those of the others are still there
+    assert script.log[1] == ("push", 0, "ab", 2, False)  # those of the others are still there
 
 
 def test_a_server_that_fails_its_admission_is_told_and_the_others_wait_for_another(make: MakeSync) -> None:

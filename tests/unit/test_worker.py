@@ -161,10 +161,26 @@ async def test_a_worker_that_dies_too_often_ends_the_run(config: Config, monkeyp
     async with WorkerPool(config, 1, "tests.worker_engine:obedient") as pool:
         pid = (await state(pool))["pid"]
         os.kill(pid, signal.SIGKILL)
+        await abort_while_none_runs(pool)
         pid = await anew(pool, pid)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="all rollout workers ended"):
             await anew(pool, pid)
+
+
+async def abort_while_none_runs(pool: WorkerPool) -> None:
+    """A push that ends all answers does not wait for those that wait for a worker."""
+    while pool._workers[0].running:
+        await asyncio.sleep(0.01)
+    answer = asyncio.create_task(pool.answer(SERVERS[0], task_of("i", "wait", SO_FAR), lambda count: None))
+    other = asyncio.create_task(ask(pool, "j"))
+    await asyncio.sleep(0)
+    await pool.abort(SERVERS[0], ["i"])
+    async with asyncio.timeout(20):
+        with pytest.raises(RequestError, match="answer i was ended before a worker began it") as caught:
+            await answer
+        assert (caught.value.kind, caught.value.partial) == ("aborted", SO_FAR)
+        assert len((await other).token_ids)
 
 
 async def anew(pool: WorkerPool, before: int) -> int:
