@@ -1,4 +1,4 @@
-# make setup | quickstart | ablation | staleness | journey | test | chaos | lint | docs | model | clean
+# make setup | quickstart | ablation | staleness | journey | test | chaos | long | lint | docs | model | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
@@ -20,7 +20,7 @@ MODEL := models/SmolLM2-135M
 REQUIREMENTS := requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 STAMP = $(VENV)/installed-$(shell cat $(REQUIREMENTS) | sha256sum | cut -c1-16)
 
-.PHONY: help setup model quickstart ablation staleness journey test unit distributed fleet chaos lint docs clean
+.PHONY: help setup model quickstart ablation staleness journey test unit distributed fleet chaos long lint docs clean
 
 help:
 	@echo "make setup         environment in $(VENV): CPU versions of everything (2.4 GB; about a minute on an idle machine)"
@@ -30,6 +30,7 @@ help:
 	@echo "make journey       one model through every format: convert, train, reshard, train, export, compare"
 	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
 	@echo "make chaos         runs whose servers are killed and frozen, at three layouts of the trainer (10 minutes)"
+	@echo "make long          an answer of 20,480 tokens from a real server (a minute)"
 	@echo "make lint          ruff, mypy, shellcheck and hadolint"
 	@echo "make docs          docs/configuration.md from the config models"
 	@echo "make clean         remove the environment, models, runs and caches"
@@ -80,8 +81,8 @@ test: unit distributed fleet
 
 # Unit tests share nothing: two files at a time. The others start processes of their own, one test after another.
 unit: PYTEST_ARGS = -n 2 --dist loadfile
-chaos: PYTEST_ARGS = --capture=no
-unit distributed fleet chaos: setup
+chaos long: PYTEST_ARGS = --capture=no
+unit distributed fleet chaos long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/$@
 
 lint: setup

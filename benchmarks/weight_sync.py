@@ -9,7 +9,6 @@ second of which other work on the machine changes little.
 import argparse
 import os
 import secrets
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -125,14 +126,11 @@ def main() -> None:
         plain = PlainBroadcast(nbytes, options.servers)
         try:
             push.connect()
-            pids = [server.process.pid for server in started]
-            measured = [
-                Round(
-                    *measure(plain, plain.pids),
-                    *measure(lambda version=version: push(tensors.items(), version), pids),  # type: ignore[misc]
-                )
-                for version in range(1, options.rounds + 2)
-            ]
+            measured = []
+            for version in range(1, options.rounds + 2):
+                alone = measure(plain, plain.pids)
+                pushed = measure(partial(push, tensors.items(), version), [server.process.pid for server in started])
+                measured.append(Round(*alone, *pushed))
         finally:
             push.close()
             plain.close()
@@ -174,21 +172,20 @@ def processor_seconds(pid: int) -> float:
 def report(nbytes: int, count: int, measured: list[Round]) -> None:
     """Print medians and their ratio."""
 
-    def median(value: Callable[[Round], float]) -> float:
-        return statistics.median(map(value, measured))
-
-    plain, pushed = median(lambda r: r.plain), median(lambda r: r.push.seconds)
+    plain = median(one.plain for one in measured)
+    pushed = median(one.push.seconds for one in measured)
     print(f"{nbytes / 1e6:.0f} MB to {count} servers, medians of {len(measured)} interleaved rounds")
     print("                        wall   sender  receivers (processor seconds)")
-    rows: dict[str, Callable[[Round], Processors]] = {
-        f"plain gloo broadcast  {plain:6.3f}": lambda r: r.plain_processors,
-        f"weight push           {pushed:6.3f}": lambda r: r.push_processors,
-    }
-    for row, used in rows.items():
-        print(f"{row} {median(lambda r, u=used: u(r).sender):8.3f} {median(lambda r, u=used: u(r).receivers):8.3f}")  # type: ignore[misc]
+    for name, seconds, used in (
+        ("plain gloo broadcast", plain, [one.plain_processors for one in measured]),
+        ("weight push", pushed, [one.push_processors for one in measured]),
+    ):
+        print(
+            f"{name:21} {seconds:6.3f} {median(p.sender for p in used):8.3f} {median(p.receivers for p in used):10.3f}"
+        )
     print(f"{pushed / plain:.2f} times as long")
     for phase in measured[0].push.phases:
-        print(f"  {phase:8} {median(lambda r, phase=phase: r.push.phases[phase]):6.3f} s")  # type: ignore[misc]
+        print(f"  {phase:8} {median(one.push.phases[phase] for one in measured):6.3f} s")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from dapo_megatron.rollout.server import Server, log_tail, start_server, stop_se
 from dapo_megatron.sync.fp8_plan import quantization_config
 
 LOG_LINES = 15
+MOST_SERVERS = 10_000
+"""No two servers of a run, those started again included, sample with the same seed up to so many of a fleet."""
 
 
 def start(
@@ -42,7 +44,7 @@ def start(
         port=port,
         fleet=config.fleet,
         max_model_len=config.longest_sequence,
-        seed=config.run.seed + restarts * config.fleet.servers,
+        seed=config.run.seed + restarts * MOST_SERVERS,
         log_path=Path(config.run.dir) / "logs" / f"{name}.log",
         token=token,
         first_gpu=first_gpu,

@@ -14,7 +14,7 @@
 #
 # From the environment:
 #   TOKEN_FILE   file with the token that opens the servers; made, readable by you alone, where it does not exist
-#   URLS_FILE    file that gets a line with the URL of each healthy server; nodes may share it
+#   URLS_FILE    file that gets a line with the URL of each healthy server; nodes may share it, and its .lock
 #   SERVERS      servers on this node     (default: its GPUs / (fleet.tensor x fleet.pipeline), or 1 without any)
 #   FIRST_INDEX  number of the first one in the whole fleet; must differ between nodes   (default: 0)
 #   SERVER_HOST  private address of this node that the trainer reaches                   (default: fleet.host)
@@ -80,22 +80,26 @@ fi
 urls=$(mktemp) # those of this node
 pids=()
 
-# Nodes may share the file: it is changed under a lock.
+# Nodes may share the file: it is changed under a lock, and replaced as a whole, so that nobody reads half of it.
 publish() {
-    (flock 9 && cat "$urls" >>"$URLS_FILE") 9>>"$URLS_FILE"
+    (
+        flock 9
+        [[ ! -e $URLS_FILE ]] || cat "$URLS_FILE" >"$URLS_FILE.new"
+        cat "$urls" >>"$URLS_FILE.new"
+        mv -f "$URLS_FILE.new" "$URLS_FILE"
+    ) 9>>"$URLS_FILE.lock"
 }
 
 # shellcheck disable=SC2329 # called by the trap
 stop_all() {
     trap - EXIT
     trap '' TERM INT
-    # shellcheck disable=SC2094 # the lock is on the file that is changed
-    if [[ -s $urls ]]; then
+    if [[ -s $urls && -e $URLS_FILE ]]; then
         (
             flock 9
-            others=$(grep -vxFf "$urls" "$URLS_FILE" || true)
-            printf '%s' "${others:+$others$'\n'}" >"$URLS_FILE"
-        ) 9>>"$URLS_FILE"
+            grep -vxFf "$urls" "$URLS_FILE" >"$URLS_FILE.new" || true
+            mv -f "$URLS_FILE.new" "$URLS_FILE"
+        ) 9>>"$URLS_FILE.lock"
     fi
     ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true
     wait

@@ -25,11 +25,12 @@ class Stub(BaseHTTPRequestHandler):
     answers = replies()
     guarded = True
     health = 200
+    health_body = b""
     generates = False
 
     def do_GET(self) -> None:
         if self.path == "/health":
-            self._send(self.health, b"")
+            self._send(self.health, self.health_body)
         elif self.guarded and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self._send(401, b'{"error": {"message": "missing or wrong bearer token"}}')
         elif self.path in self.answers:

@@ -43,8 +43,8 @@ class FleetConfig(Section):
     token_env: str = Field(
         "DAPO_SERVER_TOKEN",
         pattern="^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Environment variable with the token that opens the servers of `dapo-megatron serve`. Servers of a "
-        "`managed` fleet get a random one.",
+        description="Environment variable with the token that opens the servers of `dapo-megatron serve`. Servers that "
+        "the run starts get a random one.",
     )
     servers: int = Field(1, ge=1, description="`managed` only: how many vLLM servers to start.")
     tensor: int = Field(1, ge=1, description="Tensor-parallel size of each server.")
@@ -66,7 +66,11 @@ class FleetConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Weights' dtype in the servers, and on the wire of a weight push."
     )
-    host: str = Field("127.0.0.1", description="Address the servers bind to: loopback or a private address.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Address the servers bind to, and where servers and senders meet rank 0 for a push: loopback, or, "
+        "where some of them are on other nodes, a private address of the node of rank 0.",
+    )
     port: int | None = Field(
         None,
         ge=1,
@@ -100,7 +104,7 @@ class FleetConfig(Section):
     )
     health_every: float = Field(10, gt=0, description="Seconds between two health checks of a server.")
     max_restarts: int = Field(
-        3, ge=0, description="`managed` only: how often a server that ended or hangs is started again, each."
+        3, ge=0, description="How often a server that the run started is started again when it ended or hangs, each."
     )
     workers: int | None = Field(
         None,
@@ -117,8 +121,8 @@ class FleetConfig(Section):
     probe_every: int | None = Field(
         None,
         ge=1,
-        description="Compare the servers' log-probs with the trainer's after every this many pushes, too. null: when a "
-        "server is started or comes back.",
+        description="Compare the servers' log-probs with the trainer's after every this many pushes, too, before "
+        "answers go on. null: when a server is started or comes back.",
     )
     push_timeout: float = Field(
         300, gt=0, description=f"Deadline of one weight push, in seconds; at most {LONGEST_PUSH}."
@@ -149,6 +153,8 @@ class FleetConfig(Section):
             raise ValueError("`delta_push` saves nothing with mode colocated, where weights do not leave their GPU")
         if self.weight_format == "fp8_block" and self.dtype == "float32":
             raise ValueError("weight_format fp8_block needs `dtype` bfloat16 or float16: what its kernels compute with")
+        if self.probe_every is not None and self.on_push == "keep":
+            raise ValueError("`probe_every` needs `on_push` abort: servers that are paused answer no probe")
         if self.push_timeout > LONGEST_PUSH:
             raise ValueError(
                 f"`push_timeout` must be at most {LONGEST_PUSH} seconds: trainer ranks that do not send wait for the "

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dapo_megatron.checkpoint import INDEX, MEGATRON_FILES, SINGLE, is_megatron
 from dapo_megatron.config.critic_view import critic_config, critic_keys
@@ -26,6 +27,7 @@ from dapo_megatron.models.architecture import Architecture
 from dapo_megatron.models.layout import check_layout, check_ranks
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.rewards.function import check_function
+from dapo_megatron.rollout.address import controller_host
 from dapo_megatron.rollout.checks import UnreachableError, check_server
 from dapo_megatron.rollout.server import check_gpu_servers, check_vllm
 from dapo_megatron.run_state.store import latest_state, read_run, same_layout
@@ -142,6 +144,7 @@ def check_machine(config: Config, num_ranks: int) -> None:
             check_gpu_servers(config.fleet.python, why)
     if config.fleet.mode == "external":
         check_external(config)
+    check_host(config.fleet)
     if config.data.reward_function is not None:
         check_function(config.data.reward_function)
     check_data(config)
@@ -272,6 +275,19 @@ def check_external(config: Config) -> None:
         list(pool.map(check, urls))
 
 
+def check_host(fleet: FleetConfig) -> None:
+    """Servers and trainer ranks on other nodes can reach rank 0, where they meet for a push, at `fleet.host`."""
+    if not _is_loopback(fleet.host):
+        return
+    away = [url for url in server_urls(fleet) if not _is_loopback(urlsplit(url).hostname or "")]
+    if away or not _is_loopback(controller_host(os.environ)):
+        raise UserError(
+            f"fleet.host={fleet.host}: weights are sent from this address of the node of rank 0, and "
+            f"{f'the server {away[0]}' if away else 'trainer ranks of other nodes'} cannot reach it: give a private "
+            "address of that node"
+        )
+
+
 def check_data(config: Config) -> None:
     """Training and held-out rows can be read, have a gold answer, and at least one prompt of each is short enough."""
     tokenizer = Tokenizer(config.model.path)
@@ -329,6 +345,10 @@ def check_tracking(config: Config) -> None:
     """Weights & Biases is installed where it is configured."""
     if config.tracking.wandb_project is not None and find_spec("wandb") is None:
         raise UserError("tracking.wandb_project is set, but wandb is not installed: run `pip install wandb`")
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -109,7 +109,7 @@ class RolloutConfig(Section):
         ge=0,
         description="Most versions by which a token's weights may be older than those it trains; a hard bound: what "
         "would be older is generated anew. null: the least that pipeline and partial_rollouts allow: 0 for sync with "
-        "requeue, 2 for one_step_off with resume, else 1.",
+        "requeue, 2 for one_step_off with resume, else 1. More changes nothing for one_step_off with requeue.",
     )
     watchdog_after: float = Field(
         900,

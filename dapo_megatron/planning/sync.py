@@ -9,6 +9,7 @@ from dapo_megatron.config.run import Config
 from dapo_megatron.planning.dry_run import check
 from dapo_megatron.sync.plan import TransferPlan
 from dapo_megatron.sync.proof import proved_plan
+from dapo_megatron.sync.same_host_plan import same_host_plan
 from dapo_megatron.sync.wire import Bucket
 
 MIB = 1 << 20
@@ -24,9 +25,11 @@ def print_sync(config: Config, num_ranks: int, hf_config: Path | None) -> None:
     """
     arch, _ = check(config, num_ranks, hf_config)
     plan = proved_plan(config, arch, num_ranks)
+    if config.fleet.mode == "colocated":
+        plan = same_host_plan(plan, range(num_ranks // plan.server.workers))
     console = Console()
     console.print(senders_table(plan))
-    console.print(workers_table(plan))
+    console.print(workers_table(plan.of_server(0)))
     console.print(
         f"{plan.num_tensors} tensors, {len(plan.buckets)} broadcasts in {len(plan.groups)} groups; every worker gets "
         "all that it holds, each byte once: proved",

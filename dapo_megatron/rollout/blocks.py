@@ -66,7 +66,10 @@ def _tokens(groups: Sequence[Group], samples: Sequence[Sample]) -> BatchTokens:
         prompt_tokens=_joined([_int32(group.prompt.token_ids) for group in groups], np.int32),
         response_tokens=_joined([sample.token_ids for sample in samples], np.int32),
         rollout_log_probs=_joined([sample.log_probs for sample in samples], np.float32),
-        routes=_routes([sample.routes for sample in samples]),
+        routes=_routes(
+            [sample.routes for sample in samples],
+            [len(group.prompt.token_ids) + len(sample.token_ids) for group in groups for sample in group.samples],
+        ),
     )
 
 
@@ -76,8 +79,14 @@ def version_runs(versions: Int32) -> tuple[Int32, Int32]:
     return versions[starts], np.diff(starts, append=len(versions)).astype(np.int32)
 
 
-def _routes(parts: Sequence[Int16]) -> Int16:
-    return np.concatenate(parts) if parts else NO_ROUTES
+def _routes(parts: Sequence[Int16], lengths: Sequence[int]) -> Int16:
+    """One after the other, [sum of lengths, L, k], -1 for a sequence without; empty where none has any."""
+    known = next((part for part in parts if len(part)), NO_ROUTES)
+    if not len(known):
+        return NO_ROUTES
+    unknown = np.full((1, *known.shape[1:]), -1, np.int16)
+    pairs = zip(parts, lengths, strict=True)
+    return np.concatenate([part if len(part) else unknown.repeat(length, axis=0) for part, length in pairs])
 
 
 def select(header: BatchHeader, tokens: BatchTokens, responses: Int32) -> TokenBlock:
@@ -99,7 +108,7 @@ def select(header: BatchHeader, tokens: BatchTokens, responses: Int32) -> TokenB
         prompt_tokens=_joined([tokens.prompt_tokens[span] for span in prompts], np.int32),
         response_tokens=_joined([tokens.response_tokens[span] for span in answers], np.int32),
         rollout_log_probs=_joined([tokens.rollout_log_probs[span] for span in answers], np.float32),
-        routes=_routes([tokens.routes[span] for span in sequences]),
+        routes=np.concatenate([tokens.routes[span] for span in sequences]) if sequences else NO_ROUTES,
     )
 
 

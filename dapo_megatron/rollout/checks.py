@@ -34,7 +34,8 @@ def check_server(url: str, token: str, fleet: FleetConfig, longest: int, source:
     """
     where = f"{source}: server {url}"
     with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
-        _get(client, vllm_api.HEALTH, where)
+        if (health := _ask(client, vllm_api.HEALTH, where).status_code) != httpx.codes.OK:
+            raise UnreachableError(f"{where} answers GET {vllm_api.HEALTH} with {health}")
         if (status := _ask(client, vllm_api.WORLD_SIZE, where).status_code) != httpx.codes.UNAUTHORIZED:
             raise UserError(
                 f"{where} answers GET {vllm_api.WORLD_SIZE} with {status} to everybody: it must refuse (401) who does "

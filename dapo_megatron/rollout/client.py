@@ -279,7 +279,7 @@ class _Arriving:
 
     def give_up(self) -> None:
         """End it now, unless its ending is there."""
-        if self.limit is not None and self.ending is None:
+        if self.limit is not None and self.ending is None and not self.limit.expired():
             self.limit.reschedule(0)
 
     def whole(self) -> Generated:
@@ -321,8 +321,8 @@ def _routes(ending: Ending, tokens: int) -> Int16:
         return NO_ROUTES
     try:
         routes = np.load(io.BytesIO(ending.routed_experts), allow_pickle=False)
-    except ValueError as error:
-        raise ReplyError(f"routed_experts cannot be read: {error}") from None
+    except Exception as error:  # NumPy raises many types for damaged data
+        raise ReplyError(f"routed_experts cannot be read: {error!r}") from None
     if routes.ndim != 3 or len(routes) != tokens - 1 or routes.dtype.kind not in "iu":
         raise ReplyError(f"routed_experts are {routes.dtype} {routes.shape} for {tokens} tokens")
     return np.asarray(routes, np.int16)

@@ -18,6 +18,7 @@ from dapo_megatron.types import Int32, Prompt, Sample
 SUSPECT_AFTER = 3
 """Failures in a row after which a server is reported, and rests until its health was looked at."""
 
+MOST_DOUBLINGS = 6  # of the pause between two attempts at an answer
 CONTROL_TIMEOUT = 60.0  # seconds for a server to pause or to go on
 LENGTHS = 256  # answers over which the mean length runs
 
@@ -79,8 +80,8 @@ class Fleet:
     """Runs answers on whichever servers there are; see `dapo_megatron.rollout.supervisor` for who says which.
 
     An answer that fails goes on from what has arrived, on another server where there is one, up to
-    `config.request_retries` times, after a pause (seconds) that doubles each time. `on_suspect` is called with the id
-    of a server that keeps failing or is silent, and the reason. To be used within one event loop.
+    `config.request_retries` times, after a pause (seconds) that doubles each time up to a bound. `on_suspect` is called
+    with the id of a server that keeps failing or is silent, and the reason. To be used within one event loop.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Fleet:
                 if error.kind == "refused" or failures > self._config.request_retries:
                     raise
                 avoid = place.server.id
-            await asyncio.sleep(self._pause * 2 ** (failures - 1))
+            await asyncio.sleep(self._pause * 2 ** min(failures - 1, MOST_DOUBLINGS))
         raise RequestError(f"answer {answer.name} was stopped", answer.so_far, "aborted")
 
     async def stop(self, answers: Iterable[Answer]) -> None:

@@ -37,6 +37,7 @@ class GroupGenerator:
 
         Raises:
             GroupFailedError: when one of them failed for good. The others are cancelled then.
+            VersionError: see `Fleet.answer`; also where the group is cancelled, or fails for another reason.
         """
         answers = self._answers(request)
         tasks = {answer: asyncio.create_task(self._fleet.answer(answer)) for answer in answers}
@@ -115,6 +116,9 @@ def _described(answer: Answer) -> str:
 
 
 async def _end(tasks: Sequence[asyncio.Task[Sample] | asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for them. Raises what one raised that is no failed answer: it must end the run."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError | RequestError):
+            raise result

@@ -76,8 +76,13 @@ class Batches:
         self.jobs[step] = Job(task, progress, (version, trained_version))
 
     def forget_before(self, step: int) -> None:
-        """Drop the batches of earlier steps."""
-        for old in [number for number in self.jobs if number < step]:
+        """Drop the batches before the last one that had responses and is of an earlier step.
+
+        All ranks trained on that one together. A batch without responses is passed over by each rank on its own.
+        """
+        before = [(number, job.task.result()[0]) for number, job in self.jobs.items() if number < step]
+        last = max((number for number, header in before if header.num_responses), default=0)
+        for old in [number for number in self.jobs if number < last]:
             del self.jobs[old]
 
     async def settled(self, go_on: Callable[[], bool], poll: float) -> None:

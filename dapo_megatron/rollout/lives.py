@@ -1,6 +1,7 @@
 """The life of one server: it starts or is found, serves, is lost, and comes back if it can."""
 
 import asyncio
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +23,11 @@ PAUSE_SECONDS = 1.0
 """Pause before a server is started again or taken back for the first time; it doubles each time."""
 
 LONGEST_PAUSE = 600.0
+MOST_DOUBLINGS = 20
 LOG_LINES = 15
+LIVES = itertools.count()
+"""Numbers each time that a server comes: one that leaves `fleet.urls_file` and is added again is another one, too."""
+
 logger = logging.getLogger(__name__)
 
 State = Literal["starting", "serving", "away", "ended"]
@@ -172,24 +177,29 @@ class Life(ABC):
         self.state, self.reason = state, reason
 
     def _pause(self) -> float:
-        return min(PAUSE_SECONDS * 2.0 ** max(self._lost - 1, 0), LONGEST_PAUSE)
+        return min(PAUSE_SECONDS * 2.0 ** min(max(self._lost - 1, 0), MOST_DOUBLINGS), LONGEST_PAUSE)
 
 
 class ExternalLife(Life):
-    """A server that others start. One that was lost is taken back as soon as it answers again."""
+    """A server that others start. One that was lost is taken back as soon as it answers again.
 
-    def __init__(self, url: str, token: str, fleet: FleetConfig, host: Host) -> None:
+    One that comes `late`, during a run, is not needed: it is away until it joins, and may be unfit.
+    """
+
+    def __init__(self, url: str, token: str, fleet: FleetConfig, host: Host, *, late: bool) -> None:
         super().__init__(url.partition("://")[2], fleet, host)
-        self._url, self._token = url, token
+        self._url, self._token, self._late = url, token, late
+        if late:
+            self._to("away", "it has not answered yet")
 
     async def run(self) -> None:
-        """See `Life.run`; it has no end but being cancelled."""
+        """See `Life.run`, for one that is not late; it has no end but being cancelled."""
         while True:
             await self._until_it_answers(self._url)
             try:
-                reason = await self.serve(Server(self.id, self._url, self._token))
+                reason = await self.serve(Server(self.id, self._url, self._token, next(LIVES)))
             except (UserError, UnreachableError) as error:
-                if isinstance(error, UserError) and not self.joined.is_set():
+                if isinstance(error, UserError) and not self._late and not self.joined.is_set():
                     raise
                 self._lost += 1
                 reason = str(error)
@@ -264,7 +274,7 @@ class ManagedLife(Life):
 
         await asyncio.to_thread(wait_until_healthy, process, self._fleet.start_timeout, show)
         while True:
-            reason = await self.serve(Server(self.id, process.url, self._token))
+            reason = await self.serve(Server(self.id, process.url, self._token, next(LIVES)))
             if not await self._recovers(process, reason):
                 return self._told(process, reason)
 

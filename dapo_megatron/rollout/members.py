@@ -126,7 +126,9 @@ class Place:
         """As others see it."""
         began = [attempt.began for attempt in self.attempts.values()]
         return Member(
-            **vars(self.server),
+            id=self.server.id,
+            url=self.server.url,
+            token=self.server.token,
             state="ready" if self.ready else "joining",
             version=self.version,
             answers=len(began),

@@ -50,11 +50,12 @@ UNKNOWN_VERSION = -1
 
 @dataclass(frozen=True)
 class Server:
-    """A server under the name that the fleet gave it. One that was started again has another `url` or `token`."""
+    """A server under the name that the fleet gave it. One that was lost and came back has another `life`."""
 
     id: str
     url: str
     token: str
+    life: int = 0
 
 
 @dataclass(frozen=True, eq=False)

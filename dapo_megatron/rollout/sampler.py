@@ -131,8 +131,10 @@ class Sampler:
         try:
             await self._run(attempt)
         except BaseException:
-            await attempt.abort(attempt.running)
-            self._cursor.requeue(attempt.candidates)
+            try:
+                await attempt.abort(attempt.running)
+            finally:
+                self._cursor.requeue(attempt.candidates)
             raise
         return self._finish(attempt, started)
 
@@ -317,11 +319,13 @@ class _Attempt:
             self.progress.add(sample)
 
     async def abort(self, numbers: Iterable[int]) -> None:
-        """Cancel draws and wait until they have ended."""
+        """Cancel draws and wait until they have ended. Raises what one of them raised but for that."""
         tasks = [self.running.pop(number) for number in list(numbers)]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                raise result
 
     def draws(self, kept: set[int], taken: set[int]) -> tuple[Draw, ...]:
         """All draws, each with what became of it; recorded."""

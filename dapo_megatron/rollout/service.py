@@ -185,7 +185,7 @@ class Service:
         if reply is not None:
             return reply
         header, _ = batches.jobs[step].task.result()
-        batches.forget_before(step - 1)  # every rank has the tokens of the one before the last
+        batches.forget_before(step)
         return web.Response(body=await asyncio.to_thread(encode_header, header))
 
     async def _get_tokens(self, request: web.Request) -> web.Response:

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-
-from dapo_megatron.types import BatchHeader, Prompt, Sample
+from dapo_megatron.types import Prompt, Sample
 
 Outcome = Literal["kept", "all_right", "all_wrong", "failed", "surplus", "aborted"]
 """Of a draw up to the last that is trained on: its group is trained on (kept), was dropped for all answers being right
@@ -88,20 +86,6 @@ def _cost(draws: Sequence[Draw]) -> dict[str, float]:
         **{f"answers/{outcome}": float(count) for outcome, count in answers.items()},
         **{f"tokens/{outcome}": float(count) for outcome, count in tokens.items()},
         "generated_tokens": float(sum(tokens.values())),
-    }
-
-
-def staleness_stats(header: BatchHeader, trained: int) -> dict[str, float]:
-    """Metrics of how old the weights are that a batch was sampled with, when version `trained` is trained with it.
-
-    `staleness` (mean over tokens) and `staleness_max` count versions; `stale_tokens` are the tokens older than
-    `trained`. NaN for a batch without tokens.
-    """
-    age = trained - header.run_versions
-    return {
-        "staleness": _ratio(float(np.dot(age, header.run_lengths.astype(np.int64))), int(header.run_lengths.sum())),
-        "staleness_max": float(max(age, default=math.nan)),
-        "stale_tokens": float(header.run_lengths[age > 0].sum()),
     }
 
 

@@ -51,6 +51,8 @@ class Supervisor:
         self._on_status = on_status
         self._line = ""
         self._warned = False
+        self._misread = ""  # what is wrong with the file of servers
+        self._begun = False  # all servers that there were at the start have joined
         self._lives: dict[str, Life] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._looks: dict[str, asyncio.Task[None]] = {}
@@ -82,6 +84,7 @@ class Supervisor:
             if self._config.fleet.mode == "external" and time.monotonic() > deadline:
                 raise UserError(f"servers {', '.join(missing)} do not answer (fleet.start_timeout)")
             await asyncio.sleep(0.1)
+        self._begun = True
 
     async def watch(self) -> None:
         """Look after the servers for ever.
@@ -99,7 +102,7 @@ class Supervisor:
             states = {life.state for life in self._lives.values()}
             if states & {"starting", "serving"}:
                 hopeful = time.monotonic()
-            elif states <= {"ended"} or time.monotonic() - hopeful > self._config.fleet.start_timeout:
+            elif states == {"ended"} or time.monotonic() - hopeful > self._config.fleet.start_timeout:
                 told = "\n".join(f"vLLM {life.id}: {life.reason}" for life in self._lives.values())
                 raise RuntimeError(f"no vLLM server is left, and none can be started again.\n{told}")
 
@@ -127,14 +130,20 @@ class Supervisor:
 
     async def _look_at(self, life: Life, server: Server, reason: str) -> None:
         seconds = min(LOOK_SECONDS, self._config.fleet.stall_timeout)
+        began = time.monotonic()
         try:
             async with ServerClient(server.url, server.token, seconds) as client:
                 await client.generate([0], Sampling(max_tokens=1), f"look-{uuid.uuid4().hex}")
         except RequestError:
-            if life.server is server:
+            if life.server is server and not self._generates(life.id, time.monotonic() - began):
                 life.lose(reason)
         finally:
             del self._looks[life.id]
+
+    def _generates(self, id: str, within: float) -> bool:
+        """Whether a token of an answer came in the last `within` seconds: a full server has others wait in turn."""
+        quiet = {member.id: member.quiet for member in self._fleet.members()}.get(id)
+        return quiet is not None and quiet < within
 
     # What the service needs: `dapo_megatron.rollout.pushes.Servers`.
 
@@ -232,7 +241,7 @@ class Supervisor:
 
     def _follow(self, urls: Collection[str]) -> None:
         """Look after external servers that are new in `urls`, and no more after those that are not there any more."""
-        lives = {url: ExternalLife(url, self._token, self._config.fleet, self) for url in urls}
+        lives = {url: ExternalLife(url, self._token, self._config.fleet, self, late=self._begun) for url in urls}
         wanted = {life.id: life for life in lives.values()}
         for id in [id for id in self._lives if id not in wanted and isinstance(self._lives[id], ExternalLife)]:
             self._lives[id].lose("it is not in fleet.urls_file any more")
@@ -243,10 +252,19 @@ class Supervisor:
             self._tasks[id] = asyncio.create_task(wanted[id].run())
 
     def _reread(self) -> None:
+        """Follow the file of servers. One that cannot be used, or is empty, is probably being written."""
+        fleet, urls, wrong = self._config.fleet, [], ""
         try:
-            self._follow(server_urls(self._config.fleet))
+            urls = server_urls(fleet)
         except UserError as error:
-            logger.warning("%s; the servers stay as they are", error)
+            wrong = str(error)
+        if not urls and not wrong:
+            wrong = f"{fleet.source}: {fleet.urls_file} names no server"
+        if wrong and wrong != self._misread:
+            logger.warning("%s; the servers stay as they are", wrong)
+        self._misread = wrong
+        if not wrong:
+            self._follow(urls)
 
     def _raise_failures(self) -> None:
         for task in self._tasks.values():

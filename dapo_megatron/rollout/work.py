@@ -21,7 +21,6 @@ from dapo_megatron.rollout.records import Records, digest
 from dapo_megatron.rollout.report import GroupReport, cost_stats
 from dapo_megatron.rollout.requests import Engine, Sampling
 from dapo_megatron.rollout.sampler import Progress, SampledBatch, Sampler
-from dapo_megatron.rollout.statistics import staleness_stats
 from dapo_megatron.types import BatchHeader
 
 logger = logging.getLogger(__name__)
@@ -107,7 +106,6 @@ class RolloutWork:
         self._check_exhausted(step, sampled, progress)
         header, tokens = build_batch(step, sampled.groups, sampled.stats, sampled.cursor)
         _check_versions(header, oldest)
-        header.stats.update(staleness_stats(header, oldest + self._config.rollout.staleness_bound))
         header.stats["exhausted"] = float(sampled.exhausted)
         header.stats["prompts_too_long"] = float(self._data.train.too_long)
         await asyncio.to_thread(self._journal.write, header, tokens)

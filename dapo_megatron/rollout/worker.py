@@ -233,6 +233,7 @@ class _Worker:
             await self._take_frames(channel)
         except Exception:
             logger.exception("rollout worker %d is given up", self._index)
+            await self._end_process()
         finally:
             self.lost = True
             self._changed.set()

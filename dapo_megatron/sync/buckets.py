@@ -9,7 +9,7 @@ from torch import Tensor
 from dapo_megatron.sync.wire import Bucket, Stretch
 
 WORD = 8  # bytes
-BLOCK = 1 << 18  # words that are hashed at a time: few enough for a processor's cache, enough for a GPU
+BLOCK = 1 << 16  # words that are hashed at a time: few enough for a processor's cache, enough for a GPU
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 

@@ -37,10 +37,18 @@ class Calls(Generic[T]):
         self.check()
         return [future.result() for future in self._futures]
 
+    def settled(self, deadline: float) -> list[ServerError]:
+        """Waits for every answer, also when some fail; the failures, those that are late at `deadline` among them."""
+        while not all(future.done() for future in self._futures) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        late = [admin.url for admin, future in zip(self._admins, self._futures, strict=True) if not future.done()]
+        return self._failures() + [ServerError(f"server {url} did not answer", url, answered=False) for url in late]
+
     def culprit(self, otherwise: ServerError | None = None, grace: float = BLAME_SECONDS) -> ServerError:
         """The server that broke the request: one that is gone, refused, or stays silent for `grace` seconds.
 
-        A server whose broadcast broke off fails, too, and is not to blame for it. Where nobody is: `otherwise`.
+        A server whose broadcast broke off fails, too, and is not to blame for it. Where nobody is: `otherwise`, or
+        what broke off, without a server's name.
         """
         end = time.monotonic() + grace
         while True:
@@ -54,7 +62,8 @@ class Calls(Generic[T]):
         if silent:
             late = f"servers {', '.join(silent)} did not answer before the deadline (fleet.push_timeout)"
             return ServerError(late, silent[0], answered=False)
-        return otherwise or self._failures()[0]
+        error = otherwise or self._failures()[0]
+        return ServerError(str(error)) if BROKEN_OFF in str(error) else error
 
     def _failures(self) -> list[ServerError]:
         return [error for future in self._futures if (error := _failure(future)) is not None]

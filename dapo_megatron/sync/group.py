@@ -20,6 +20,9 @@ SENDER = 0
 # What a worker says when a broadcast ended without its bytes: another member of the group is to blame.
 BROKEN_OFF = "the broadcast of weights broke off"
 
+# Keys of an incarnation's store: all workers are there and groups are built; somebody has given up.
+GO, BROKEN = "go", "broken"
+
 # Where a backend wants its buffers.
 BUFFER_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 

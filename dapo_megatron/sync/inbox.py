@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from dapo_megatron.sync import group as transfer
 from dapo_megatron.sync.buckets import fill_nan, hashes, views
@@ -13,6 +14,8 @@ from dapo_megatron.sync.channel import Channel, Way
 from dapo_megatron.sync.delta import DeltaReceiver
 from dapo_megatron.sync.same_host import SharedReceiver, meeting_place
 from dapo_megatron.sync.wire import Group, Stretch, decode
+
+POLL_SECONDS = 0.01
 
 
 class Inbox:
@@ -57,19 +60,42 @@ class Inbox:
         store = transfer.join_store(host, port, timeout)
         meeting = transfer.epoch_store(store, epoch)
         meeting.set(transfer.arrival_key(server, worker), "")
+        self._await_all(meeting)
+        try:
+            self._join(members, meeting, worker, server, servers, transfer.route_to(host, port), way)
+        except RuntimeError as error:  # all were there before it began: somebody has left since
+            raise RuntimeError(f"{transfer.BROKEN_OFF} before it began: {error}") from error
+
+    def _await_all(self, meeting: Store) -> None:
+        """Wait until the workers of all servers are there: building a group cannot be broken off any more.
+
+        Raises:
+            RuntimeError: if somebody has given up, or not all have come in time.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not meeting.check([transfer.GO]):
+            if meeting.check([transfer.BROKEN]):
+                raise RuntimeError(f"{transfer.BROKEN_OFF} before it began: somebody gave up")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{transfer.BROKEN_OFF} before it began: not all workers have come")
+            time.sleep(POLL_SECONDS)
+
+    def _join(
+        self, members: list[Group], meeting: Store, worker: int, server: int, servers: int, address: str, way: Way
+    ) -> None:
         for number, group in enumerate(members):
             if worker not in group.workers:
                 continue
             if way == "same_host":
-                self._groups[group] = SharedReceiver(meeting_place(meeting, group.sender), backend, timeout)
+                self._groups[group] = SharedReceiver(meeting_place(meeting, group.sender), self._backend, self._timeout)
                 continue
             channel = transfer.TransferGroup(
                 transfer.group_store(meeting, number),
-                address=transfer.route_to(host, port),
+                address=address,
                 rank=transfer.receiver_rank(server, group.workers, worker),
                 world_size=transfer.group_size(servers, group.workers),
-                backend=backend,
-                timeout=timeout,
+                backend=self._backend,
+                timeout=self._timeout,
             )
             own = [bucket for bucket in self._buckets if bucket.group == group]
             self._groups[group] = DeltaReceiver(channel, own) if way == "delta" else channel

@@ -348,11 +348,3 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
     counts = [share + (stages - 1 - more <= stage < stages - 1) for stage in range(stages)]
     stops = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-
-
-def bytes_sent(plan: TransferPlan) -> dict[int, int]:
-    """Bytes that each sender broadcasts in a push."""
-    sent = dict.fromkeys(plan.senders, 0)
-    for bucket in plan.buckets:
-        sent[bucket.group.sender] += bucket.nbytes
-    return sent

@@ -177,6 +177,8 @@ class WeightPusher:
         arrivals = [transfer.arrival_key(s, w) for s in range(servers) for w in range(self._plan.server.workers)]
         try:
             self._wait_for(arrivals, self._watch(calls), deadline)
+            assert self._meeting is not None
+            self._meeting.set(transfer.GO, "")
             for number, group in enumerate(self._plan.groups):
                 if group.sender == self._rank:
                     self._groups[group] = self._channel(number, group, deadline)
@@ -281,7 +283,7 @@ class WeightPusher:
                 calls.check()
             if self._meeting is not None and time.monotonic() - asked > WATCH_SECONDS:
                 asked = time.monotonic()
-                if self._meeting.check([_BROKEN]):
+                if self._meeting.check([transfer.BROKEN]):
                     raise ServerError(f"{transfer.BROKEN_OFF}: another rank gave up")
 
         return watch
@@ -298,7 +300,7 @@ class WeightPusher:
     def _give_up(self) -> None:
         """Leaves the groups, which frees the servers that wait, and lets all ranks know."""
         if self._meeting is not None:
-            self._meeting.set(_BROKEN, "")
+            self._meeting.set(transfer.BROKEN, "")
         for group in self._groups.values():
             group.close()
         self._groups = {}
@@ -325,9 +327,6 @@ class WeightPusher:
         if self._conductor is not None:
             self._conductor.close()
         self._groups, self._members, self._conductor, self._meeting = {}, [], None, None
-
-
-_BROKEN = "broken"  # key that is there once a rank has given up
 
 
 def compare_hashes(

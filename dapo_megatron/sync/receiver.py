@@ -128,7 +128,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         pushed = inbox.names if self.parallel_config.pipeline_parallel_size > 1 else None
         missing = missing_parameters(self.model, pushed, tied=self._tied())
         if missing:
-            raise RuntimeError(f"the push left {len(missing)} parameters without weights, the first is {missing[0]}")
+            raise RuntimeError(
+                f"the push left {len(missing)} parameters without weights, the first is {missing[0]}: was the server "
+                "started by `dapo-megatron serve` with the run's configuration?"
+            )
         self._nan_watch.check()
 
     def finish_weight_update(self) -> None:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from dapo_megatron.rollout.requests import Server
@@ -42,10 +43,9 @@ class Turns:
         """
 
         def sleep() -> None:
-            try:
-                self._ask(servers, ServerAdmin.sleep)
-            except ServerError as error:  # if it has died, its memory is free; the next push finds out
-                logger.warning("a server does not go to sleep: %s", error)
+            with self._calls(servers, ServerAdmin.sleep) as (calls, deadline):
+                for error in calls.settled(deadline):  # if it has died, its memory is free; the next push finds out
+                    logger.warning("a server does not go to sleep: %s", error)
 
         on_rank_zero(sleep)
         free = device.free_memory()
@@ -81,9 +81,17 @@ class Turns:
         self._needed = device.peak_growth()
 
     def _ask(self, servers: Sequence[Server], request: Callable[[ServerAdmin], None]) -> None:
+        with self._calls(servers, request) as (calls, deadline):
+            calls.results(deadline)
+
+    @contextmanager
+    def _calls(
+        self, servers: Sequence[Server], request: Callable[[ServerAdmin], None]
+    ) -> Iterator[tuple[Calls[None], float]]:
+        """The request under way to all, and its deadline."""
         conductor = Conductor([(server.url, server.token) for server in servers], self._timeout)
         try:
-            Calls(conductor.admins, lambda admin, _: request(admin)).results(time.monotonic() + self._timeout)
+            yield Calls(conductor.admins, lambda admin, _: request(admin)), time.monotonic() + self._timeout
         finally:
             conductor.close()
 

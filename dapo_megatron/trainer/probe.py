@@ -19,8 +19,8 @@ from dapo_megatron.types import BatchHeader, Int32, TokenBlock
 
 PROBE_TOKENS, PROBES = 24, 4
 TIMEOUT = 300.0
-# fp32: largest difference of a log-prob. Anything less exact: mean difference, against that of the first push.
-FP32_LIMIT, BF16_FACTOR, BF16_FLOOR = 1e-4, 1.5, 0.02
+# fp32: largest difference of a log-prob. Anything less exact: mean difference, in the first probe, and against that.
+FP32_LIMIT, FIRST_LIMIT, BF16_FACTOR, BF16_FLOOR = 1e-4, 0.3, 1.5, 0.02
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,18 @@ class Probe:
 
         return on_rank_zero(compare) if answers else {}
 
-    def check(self, gaps: Mapping[str, Gap], before: float) -> None:
-        """Judge the gaps after a push; `before` is the mean gap of weights that surely arrived.
+    def check(self, gaps: Mapping[str, Gap], before: float | None) -> None:
+        """Judge the gaps after a push; `before` is the largest mean gap of the first probe, None if this is it.
 
         Raises:
             RuntimeError: naming the server and the difference, if one does not compute with the weights it was sent.
         """
+        limit = FIRST_LIMIT if before is None else max(BF16_FLOOR, BF16_FACTOR * before)
         for id, gap in gaps.items():
             if self._exact and not gap.largest <= FP32_LIMIT:
                 difference = f"up to {gap.largest:.1e} (limit {FP32_LIMIT:.0e})"
-            elif not self._exact and not gap.mean <= max(BF16_FLOOR, BF16_FACTOR * before):
-                difference = f"{gap.mean:.3f} on average ({before:.3f} after the first push)"
+            elif not self._exact and not gap.mean <= limit:
+                difference = f"{gap.mean:.3f} on average (limit {limit:.3f})"
             else:
                 continue
             raise RuntimeError(

@@ -62,8 +62,9 @@ class RouterReplay:
             return None
         if micro.routes is None:
             raise UserError(
-                "training.router_replay: the answers came without routes; recorded ones (rollout.replay) have them if "
-                "their run had R3"
+                "training.router_replay: the answers came without routes. External servers send them if they were "
+                "started by `dapo-megatron serve` with this configuration; recorded answers (rollout.replay) have them "
+                "if their run had R3"
             )
         return micro.routes[:, self._columns[module]].to(current_device())
 

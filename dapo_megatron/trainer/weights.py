@@ -25,6 +25,7 @@ from dapo_megatron.trainer.pushers import new_pusher
 from dapo_megatron.trainer.trained import TrainedModel
 
 NOISE = 0.1  # of each parameter's own standard deviation
+NO_ANSWER = "it did not answer the probe"
 BLAMELESS_FAILURES = 3  # in a row, of a push in which no server can be named
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,9 @@ class WeightSync:
         self._pushes = 0
         self._unprobed = 0  # pushes since the last probe
         self._connected: tuple[Server, ...] = ()
-        self._before = 0.0  # mean gap after the first push
+        self._served: dict[str, Server] = {}  # those that have weights, by id
+        self._probed: set[Server] = set()
+        self._before: float | None = None  # mean gap of the first probe
         self._pusher: WeightPusher | None = None
         if config.has_servers:
             self._plan = proved_plan(config, policy.arch, policy.layout.world_size)
@@ -58,7 +61,7 @@ class WeightSync:
     def begin_training(self) -> None:
         """Colocated servers, which have the GPUs from a push on, give them to the trainer until the next."""
         if self._turns is not None:
-            self._turns.train(self._connected)
+            self._turns.train(list(self._served.values()))
 
     def push(self, version: int) -> None:
         """Give every server the current weights as `version`; hashes compared, prefix caches reset.
@@ -71,10 +74,10 @@ class WeightSync:
         """
         if self._pusher is None:
             return
-        servers = self._push(self._pusher, version, held=self._held)
+        # The fleet has paused servers whose answers keep their keys and values, and lets them go on afterwards.
         self._unprobed += 1
-        if self._config.fleet.probe_every is not None and self._unprobed >= self._config.fleet.probe_every:
-            self._probe.check(self._gaps(servers, version), self._before)
+        due = self._config.fleet.probe_every is not None and self._unprobed >= self._config.fleet.probe_every
+        self._push(self._pusher, version, held=self._config.fleet.on_push == "keep", probe=due)
 
     def admit(self, admission: Admission, version: int) -> None:
         """Bring the current weights, those of `version`, to servers that come back, while the others go on.
@@ -83,10 +86,12 @@ class WeightSync:
             RuntimeError: as in `push`.
         """
         admitted, failed = list(admission.servers), {}
+        if {server.id for server in self._connected} & {server.id for server in admitted}:
+            self._connected = ()  # such a server leaves the groups that it was in
         pusher = self._new_pusher()
         try:
             pusher.connect(_members(admission.servers))
-            pusher.push(version)
+            self._push_to(admission.servers, pusher, version)
         except OtherBytesError:
             raise
         except ServerError as error:
@@ -94,9 +99,9 @@ class WeightSync:
             failed, admitted = {server.id: str(error) for server in culprits}, []
         finally:
             pusher.close()
-        gaps = self._probe.gaps(admitted, version)
-        self._probe.check(gaps, self._before)
-        failed |= {server.id: "it did not answer the probe" for server in admitted if server.id not in gaps}
+        gaps = self._compare(admitted, version)
+        failed |= {server.id: NO_ANSWER for server in admitted if server.id not in gaps}
+        self._served |= {server.id: server for server in admitted}
         if self._first:
             self._rollouts.admitted(admission.number, version, list(gaps), failed)
 
@@ -111,14 +116,14 @@ class WeightSync:
         """
         if self._pusher is None:
             return
-        gaps = self._gaps(self._push(self._pusher, version), version)
-        self._before = max((gap.mean for gap in gaps.values()), default=0.0)
+        self._push(self._pusher, version, probe=True)
         kept = self._add_noise()
+        try:
+            self._push(self._pusher, version)
+            self._push(self._pusher, version, probe=True)
+        finally:
+            self._restore(kept)
         self._push(self._pusher, version)
-        noisy = self._gaps(self._push(self._pusher, version), version)
-        self._restore(kept)
-        self._push(self._pusher, version)
-        self._probe.check(noisy, self._before)
 
     def __enter__(self) -> Self:
         return self
@@ -128,13 +133,8 @@ class WeightSync:
         if self._pusher is not None:
             self._pusher.close()
 
-    @property
-    def _held(self) -> bool:
-        """Whether the fleet has paused its servers for a push, and lets them go on after it."""
-        return self._config.rollout.pipeline == "async" and self._config.fleet.on_push == "keep"
-
-    def _push(self, pusher: WeightPusher, version: int, *, held: bool = False) -> Sequence[Server]:
-        """Push until all servers that are left have the weights; these servers."""
+    def _push(self, pusher: WeightPusher, version: int, *, held: bool = False, probe: bool = False) -> None:
+        """Push until all servers that are left have the weights, and those that are new, or all, pass a `probe`."""
         number, self._pushes = self._pushes, self._pushes + 1
         if self._first:
             self._rollouts.begin_push(number, version)
@@ -150,6 +150,7 @@ class WeightSync:
                     self._connected = servers
                 if servers:
                     self._push_to(servers, pusher, version, held)
+                    self._pass_probe(servers, version, everyone=probe)
                 break
             except OtherBytesError:
                 raise
@@ -164,18 +165,40 @@ class WeightSync:
                     self._rollouts.push_failed(number, attempt, culprit, str(error))
         if self._first:
             self._rollouts.push_done(number, attempt, time.monotonic() - begun)
-        return servers
+        self._served = {server.id: server for server in servers}
+        self._probed &= set(servers)
 
-    def _push_to(self, servers: Sequence[Server], pusher: WeightPusher, version: int, held: bool) -> None:
+    def _push_to(self, servers: Sequence[Server], pusher: WeightPusher, version: int, held: bool = False) -> None:
         if self._turns is not None:
             self._turns.take_weights(servers)
         pusher.push(version, held=held)
         if self._turns is not None:
             self._turns.generate(servers)
 
-    def _gaps(self, servers: Sequence[Server], version: int) -> dict[str, Gap]:
-        self._unprobed = 0
-        return self._probe.gaps(servers, version)
+    def _pass_probe(self, servers: Sequence[Server], version: int, *, everyone: bool) -> None:
+        """Probe servers while no answers are generated.
+
+        Raises:
+            ServerError: on every rank, if one does not answer.
+        """
+        asked = [server for server in servers if everyone or server not in self._probed]
+        if not asked:
+            return
+        gaps = self._compare(asked, version)
+        for server in asked:
+            if server.id not in gaps:
+                raise ServerError(f"server {server.url}: {NO_ANSWER}", server.url)
+        if everyone:
+            self._unprobed = 0
+
+    def _compare(self, servers: Sequence[Server], version: int) -> dict[str, Gap]:
+        """The gaps of those that answer, by id; what the first ones are is what later ones may be."""
+        gaps = self._probe.gaps(servers, version)
+        self._probe.check(gaps, self._before)
+        if gaps and self._before is None:
+            self._before = max(gap.mean for gap in gaps.values())
+        self._probed |= {server for server in servers if server.id in gaps}
+        return gaps
 
     def _new_pusher(self) -> WeightPusher:
         return new_pusher(self._config, self._policy, self._plan)

@@ -45,7 +45,7 @@ SAME_HOST = ("PP2 VPP2 -> TP4", "TP2 PP2 EP2 -> TP2 PP2", "EP2 ETP2 -> EP2")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("push")
-    cases = []
+    cases: list[dict[str, Any]] = []
     for name, (family, tied, parallel, server, dtype) in CASES.items():
         model = folder / f"{family}-{tied}"
         if not model.exists():

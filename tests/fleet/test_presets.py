@@ -257,7 +257,7 @@ def check_step(record: Record, config: Config) -> None:
     assert unknown <= expected
     if config.algorithm.loss != "dpo":
         assert record["rollout_diff_max"] < 1e-3
-        assert record["stale_tokens"] == 0
+        assert record["off_policy_tokens"] == 0
     if config.algorithm.overlong.filter:  # of some answers, not of all
         assert 0 < record["truncated"] < 1
     if config.rollout.dynamic_sampling:

@@ -99,6 +99,17 @@ def test_a_header_comes_back_from_bytes(sizes: list[tuple[int, list[int]]]) -> N
         assert (array.shape, array.dtype) == ((steps,), dtype)
 
 
+def test_an_answer_without_routes_among_others_has_unknown_ones() -> None:
+    """Its server may have ended before it said them."""
+    groups = make_batch([(2, [3, 4]), (1, [2])])[2]
+    first, last = (np.full((length, 2, 1), length, np.int16) for length in (5, 3))
+    for sample, routes in zip([groups[0].samples[0], groups[1].samples[0]], (first, last), strict=True):
+        object.__setattr__(sample, "routes", routes)
+    header, tokens = build_batch(1, groups, STATS, {})
+    assert tokens.routes.tolist() == [[[5], [5]]] * 5 + [[[-1], [-1]]] * 6 + [[[3], [3]]] * 3
+    assert select(header, tokens, np.array([1], np.int32)).routes.tolist() == [[[-1], [-1]]] * 6
+
+
 def without(data: bytes, *names: str) -> bytes:
     """An archive that lacks some of its arrays."""
     buffer = io.BytesIO()

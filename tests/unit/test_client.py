@@ -1,15 +1,19 @@
 """Streams of a server's replies: what is kept of good ones, of bad ones, and of those that are cut off."""
 
 import asyncio
+import tokenize
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
+import aiohttp
 import numpy as np
 import pytest
 
-from dapo_megatron.rollout.client import SPARE_BYTES, ServerClient
+from dapo_megatron.rollout.client import SPARE_BYTES, ServerClient, _payloads
 from dapo_megatron.rollout.requests import NOTHING, UNKNOWN_VERSION, Generated, RequestError, Sampling
+from dapo_megatron.sync.versions import parse_version
 from tests.fake_server import TOKEN, VOCABULARY, FakeServer, Fault, continuation, log_prob, routes_of
 
 PROMPT = [5, 6, 7]
@@ -49,6 +53,22 @@ async def test_answer_arrives_in_pieces(client: ServerClient, fake: FakeServer) 
     check(answer, 10, [3] * 10, "length")
     assert counts == [4, 4, 2]
     assert "cache_salt" not in fake.bodies[0] or fake.bodies[0]["cache_salt"] is None
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+async def test_lines_arrive_in_any_pieces(size: int) -> None:
+    stream = b': ping\n\ndata: {"a": 1}\n\ndata: {"b": 2}\r\n\r\ndata: [DONE]\n\n'
+    reader = aiohttp.StreamReader(Mock(), limit=2**16, loop=asyncio.get_running_loop())
+
+    async def feed() -> None:
+        for at in range(0, len(stream), size):
+            reader.feed_data(stream[at : at + size])
+            await asyncio.sleep(0)
+        reader.feed_eof()
+
+    feeding = asyncio.create_task(feed())
+    assert [payload async for payload in _payloads(reader, 1000)] == [b'{"a": 1}', b'{"b": 2}']
+    await feeding
 
 
 async def test_answer_goes_on_from_what_is_there(client: ServerClient, fake: FakeServer) -> None:
@@ -216,6 +236,41 @@ async def test_routes_are_those_of_the_request_that_sampled_the_token(client: Se
     assert (answer.routes[:8] == 500).all()
     assert answer.routes[8:-1].tolist() == routes_of(PROMPT + WHOLE[:-1])[8:].tolist()
     assert len(answer.routes) == len(PROMPT) + 10
+
+
+@pytest.mark.parametrize("error", [MemoryError, tokenize.TokenError, ValueError])
+async def test_routes_that_cannot_be_read_are_a_failure(
+    client: ServerClient, fake: FakeServer, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise error
+
+    fake.routes = True
+    monkeypatch.setattr(np, "load", load)
+    with pytest.raises(RequestError, match=f"routed_experts cannot be read: {error.__name__}") as caught:
+        await client.generate(PROMPT, SAMPLING, "a")
+    assert caught.value.kind == "server"
+
+
+def test_labels_of_weights_that_are_not_ours() -> None:
+    assert [parse_version(label) for label in ("default", "0", "17", "999999999")] == [0, 0, 17, 999999999]
+    for label in ("latest", "", "-5", "1_0", " 1", "1\n", "\u0661", "1000000000", "99999999999"):
+        with pytest.raises(ValueError, match="is no weight version"):
+            parse_version(label)
+
+
+async def test_an_answer_may_be_given_up_twice(client: ServerClient, fake: FakeServer) -> None:
+    fake.faults, fake.answers_aborts = ["hangs"], False
+    tokens: list[int] = []
+    task = asyncio.create_task(client.generate(PROMPT, SAMPLING, "a", on_tokens=tokens.append))
+    await wait_for(lambda: tokens)
+    arriving = client._running["a"]
+    arriving.give_up()
+    while arriving.limit is None or not arriving.limit.expired():
+        await asyncio.sleep(0)
+    arriving.give_up()
+    with pytest.raises(RequestError):
+        await task
 
 
 async def test_routes_of_an_answer_that_was_cut_off_are_unknown_from_there_on(

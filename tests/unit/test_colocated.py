@@ -1,5 +1,6 @@
 """Trainer and servers that share GPUs: who has the memory when, and what is said when it is not enough."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class SleepyServer(FakeServer):
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         route, _, query = path.partition("?")
         if route == "/sleep":
+            time.sleep(0.1)
             self.asleep = {"weights", "kv_cache"}
         elif route == "/wake_up":
             self.asleep -= {query.partition("=")[2]}
@@ -106,6 +108,8 @@ def test_server_that_has_died_does_not_stop_the_training(
     servers[1].close()
     turns.train(gone)
     assert "a server does not go to sleep" in caplog.text
+    turns.train(gone[::-1])  # the others sleep before training begins, also when it fails first
+    assert servers[0].calls == ["/sleep?level=2"] * 2
     for request in (turns.take_weights, turns.generate):
         with pytest.raises(ServerError) as caught:
             request(gone)

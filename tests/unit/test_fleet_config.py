@@ -32,6 +32,7 @@ def test_external_servers_have_addresses(source: dict[str, object]) -> None:
         ({"mode": "slurm"}, "'managed', 'external' or 'colocated'"),
         ({"mode": "colocated", "delta_push": True}, "`delta_push` saves nothing with mode colocated"),
         ({"weight_format": "fp8_block", "dtype": "float32"}, "fp8_block needs `dtype` bfloat16 or float16"),
+        ({"probe_every": 1, "on_push": "keep"}, "`probe_every` needs `on_push` abort"),
         ({"push_timeout": 541}, "at most 540 seconds: .* in a collective, which fails after 600"),
         ({"token_env": "MY TOKEN"}, "should match pattern"),
         ({"first_gpu": -1}, "greater than or equal to 0"),

@@ -75,7 +75,7 @@ def test_edges_of_a_matrix_have_blocks_of_their_own(shape: tuple[int, int]) -> N
 
 def test_what_is_kept(tmp_path: Path) -> None:
     """Embeddings, norms, routers; what vLLM fuses together or not at all; experts whose widths do not fit."""
-    wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    wide: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     narrow_values = architecture(tmp_path / "a", **wide, head_dim=64, num_attention_heads=4, num_key_value_heads=1)
     layer = {name.removeprefix("model.layers.1.") for name in quantized_matrices(narrow_values) if ".1." in name}
     assert layer == {f"{name}.weight" for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
@@ -107,7 +107,7 @@ def test_a_server_is_told_what_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_plan_has_the_scales_behind_their_matrices(tmp_path: Path, tensor: int) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2}
     arch = architecture(tmp_path, **sizes)
     matrices, plain = quantized_matrices(arch), plan_of(arch, tensor)
     made = fp8_plan(plain, matrices)
@@ -143,12 +143,17 @@ def test_layout_that_cuts_a_block_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_last_block_may_be_smaller(tmp_path: Path) -> None:
-    """The rows of a layer that vLLM fuses with no other need not fill their last block."""
-    arch = architecture(tmp_path, hidden_size=192, intermediate_size=256, num_hidden_layers=1)
+    """The rows of a layer that vLLM fuses with no other need not fill their last block, split or not."""
+    arch = architecture(tmp_path / "a", hidden_size=192, intermediate_size=256, num_hidden_layers=1)
     matrices = quantized_matrices(arch)
     assert matrices == {"model.layers.0.mlp.down_proj.weight"}
     (scales,) = (s for b in fp8_plan(plan_of(arch), matrices).buckets for s in b.stretches if "scale" in s.name)
-    assert (scales.shape, scales.start, scales.stop) == ((2, 2), 0, 2)
+    assert (scales.shape, scales.dim, scales.start, scales.stop) == ((2, 2), 1, 0, 2)
+    latent = TINY_LATENT | {"kv_lora_rank": 128, "v_head_dim": 24}
+    arch = architecture(tmp_path / "b", DeepseekV3Config, **latent)  # 4 x (12 + 24) rows of keys and values
+    made = fp8_plan(plan_of(arch), quantized_matrices(arch))
+    (scales, *_) = (s for b in made.buckets for s in b.stretches if s.name.endswith("kv_b_proj.weight_scale_inv"))
+    assert (scales.shape, scales.dim, scales.start, scales.stop) == ((2, 1), 0, 0, 2)
 
 
 class Weights:

@@ -5,7 +5,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from dapo_megatron.evaluation.evaluate import evaluate
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.generation import GroupGenerator
 from dapo_megatron.rollout.grader import Grader
+from dapo_megatron.rollout.members import VersionError
 from dapo_megatron.rollout.records import Records, read_records
 from dapo_megatron.rollout.requests import AnswerTask, Generated, RequestError, Sampling, Server
 from dapo_megatron.rollout.sampler import GroupFailedError, GroupRequest, Progress
@@ -175,6 +176,18 @@ def test_failed_answer_is_asked_for_again_under_another_id(grader: Grader, tmp_p
     assert all((record["draw"], record["index"], record["server"]) == (5, 0, "s0") for record in (failed, finished))
 
 
+def test_pauses_between_attempts_do_not_grow_for_ever(grader: Grader, tmp_path: Path) -> None:
+    engine = Replies(grader, [*[LOST] * 1100, said("46")])
+
+    async def main() -> None:
+        fleet = Fleet(engine, FleetConfig(request_retries=1100), Records(tmp_path), pause=0.5)
+        fleet.add(Server("s0", "http://s0:1", ""), 3)
+        await GroupGenerator(fleet, SAMPLING, 1e9)(request(1))
+        assert asyncio.get_running_loop().time() < 1100 * (32 + 10)  # and the rest of a suspected server
+
+    run_virtually(main())
+
+
 def test_each_answer_is_reported_once(grader: Grader, tmp_path: Path) -> None:
     seen: list[tuple[int, Sample]] = []
     engine = Replies(grader, [said("46"), said("47\n"), said("4")])
@@ -229,6 +242,38 @@ def test_cancelled_group_hands_over_what_has_begun_if_it_is_to_be_resumed(tmp_pa
     assert (sorted([*seen, *parts]) == list(range(20))) == resume == bool(parts)
     assert all(len(part.token_ids) and part.finish_reason == "partial" for part in parts.values())
     assert all(set(part.versions.tolist()) == {3} for part in parts.values())
+
+
+def impossible(answer: Generated) -> Generated:
+    """One of weights that no server has had."""
+    return replace(answer, versions=answer.versions + 6)
+
+
+def test_impossible_versions_end_the_run_also_where_the_group_fails_anyway(grader: Grader, tmp_path: Path) -> None:
+    engine = Replies(grader, [impossible(said("46")), LOST])
+    with pytest.raises(VersionError, match="had weights 3"):
+        answer(engine, tmp_path, 2)
+    engine = Replies(grader, [LOST, impossible(said("46"))])
+    with pytest.raises(VersionError, match="had weights 3"):
+        answer(engine, tmp_path, 2)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_impossible_versions_end_the_run_also_where_the_group_is_cancelled(
+    grader: Grader, tmp_path: Path, resume: bool
+) -> None:
+    engine = Replies(grader, [impossible(said("46"))])
+
+    async def main() -> None:
+        generate = GroupGenerator(fleet_of(engine, tmp_path), SAMPLING, 1e6, resume=resume)
+        group = asyncio.ensure_future(generate(request(1)))
+        while not list(read_records(tmp_path)):
+            await asyncio.sleep(0)
+        group.cancel()  # before the group has seen how its answer ended
+        with pytest.raises(VersionError, match="had weights 3"):
+            await group
+
+    run_virtually(main())
 
 
 def test_watchdog_names_what_a_group_waits_for(

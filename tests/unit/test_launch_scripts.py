@@ -124,6 +124,33 @@ time.sleep(60) if index == "4" else sys.exit(2)
     assert not (tmp_path / "urls").exists()
 
 
+def test_the_list_of_servers_is_replaced_as_a_whole(config_file: Path, tmp_path: Path) -> None:
+    """The run reads it at any time: half a line would be another server, and an empty file none at all."""
+    server = """#!{python}
+import subprocess, sys, time
+if sys.argv[1] != "-m":
+    sys.exit(subprocess.run([{python!r}, *sys.argv[1:]]).returncode)
+print("http://10.0.0.7:" + sys.argv[sys.argv.index("--port") + 1], flush=True)
+time.sleep(60)
+"""
+    python, urls = executable(tmp_path / "python", server.format(python=sys.executable)), tmp_path / "urls"
+    urls.write_text("http://10.0.0.6:8000\n")
+    before = urls.open()  # as one that reads just then
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "PYTHON": str(python), "PORT": "8000"}
+    environment |= {"TOKEN_FILE": str(tmp_path / "token"), "URLS_FILE": str(urls), "SERVERS": "1"}
+    command = [str(REPOSITORY / "launch" / "rollout_fleet.sh"), str(config_file), "fleet.host=10.0.0.7"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert "1 servers are ready" in script.stdout.readline()
+        published = urls.open()
+        script.terminate()
+        assert script.wait(30) == 0
+    assert urls.read_text() == before.read() == "http://10.0.0.6:8000\n"
+    assert published.read() == "http://10.0.0.6:8000\nhttp://10.0.0.7:8000\n"
+    for file in (before, published):
+        file.close()
+
+
 def test_one_node_without_gpus(config_file: Path, tmp_path: Path) -> None:
     told = launched(tmp_path, str(config_file), "training.threads=3", "run.steps=2")
     assert told["arguments"] == [

@@ -10,8 +10,9 @@ import pytest
 from config_helpers import write_config, write_model
 
 from dapo_megatron.config import preflight as checks
+from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.load import load_config
-from dapo_megatron.config.preflight import preflight
+from dapo_megatron.config.preflight import check_host, preflight
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 from tests import stub_server
@@ -248,11 +249,24 @@ def test_external_servers_are_asked_before_anything_starts(folder: Path, monkeyp
     assert message(folder, *listed).startswith(f"fleet.urls_file: server {url} does not answer (ConnectError")
 
 
+def test_weights_do_not_leave_a_node_from_a_loopback_address(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = FleetConfig(mode="external", urls=["http://127.0.0.1:8000", "http://10.0.0.7:8000"])
+    with pytest.raises(UserError, match=r"fleet.host=127.0.0.1: .* the server http://10.0.0.7:8000 cannot reach it"):
+        check_host(away)
+    check_host(away.model_copy(update={"host": "10.0.0.1"}))
+    check_host(FleetConfig(mode="external", urls=["http://localhost:8000"]))
+    for variable, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "10.0.0.1")):
+        monkeypatch.setenv(variable, value)
+    assert "trainer ranks of other nodes cannot reach it" in message(folder, num_ranks=2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")  # one machine stands for all nodes
+    check(folder, num_ranks=2)
+
+
 def test_colocated_servers_fill_the_gpus_of_one_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(folder, "fleet.mode=colocated")
-    check(folder, "fleet.mode=colocated", "fleet.tensor=3", num_ranks=3)
-    text = message(folder, "fleet.mode=colocated", "fleet.tensor=3")
-    assert text.startswith("fleet.mode=colocated: servers of fleet.tensor=3 x fleet.pipeline=1 GPUs do not fill")
+    check(folder, "fleet.mode=colocated", "fleet.pipeline=3", num_ranks=3)
+    text = message(folder, "fleet.mode=colocated", "fleet.pipeline=3")
+    assert text.startswith("fleet.mode=colocated: servers of fleet.tensor=1 x fleet.pipeline=3 GPUs do not fill")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert message(folder, "fleet.mode=colocated", num_ranks=2).startswith("fleet.mode=colocated runs on one node")
 
@@ -261,7 +275,7 @@ def test_fp8_needs_servers_on_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("dapo_megatron.sync.proof.quantized_matrices", lambda arch: ())  # the tiny model has none
     fp8 = ("fleet.weight_format=fp8_block", "fleet.dtype=bfloat16")
     assert "vLLM has no such kernels for a CPU" in message(folder, *fp8)
-    monkeypatch.setattr(checks, "runs_on_cpu", lambda python: False)
+    monkeypatch.setattr(checks, "check_gpu_servers", lambda python, why: None)
     check(folder, *fp8)
 
 

@@ -18,9 +18,9 @@ from dapo_megatron.rollout.jobs import BudgetExhaustedError
 from dapo_megatron.rollout.records import digest, read_records
 from dapo_megatron.rollout.report import MAX_PROMPT_CHARACTERS, GroupReport, cost_stats, read_groups
 from dapo_megatron.rollout.sampler import Progress
-from dapo_megatron.rollout.statistics import COMPLETE, OUTCOMES, Draw, Outcome, batch_stats, staleness_stats
+from dapo_megatron.rollout.statistics import COMPLETE, OUTCOMES, Draw, Outcome, batch_stats
 from dapo_megatron.rollout.work import Data
-from dapo_megatron.types import BatchHeader, Prompt, Sample
+from dapo_megatron.types import Prompt, Sample
 from tests.rollouts import work_of
 from tests.unit.config_helpers import write_config, write_model
 
@@ -158,7 +158,6 @@ async def test_a_step_of_the_controller_is_recorded_and_costed(tmp_path: Path, o
         assert header.stats["flops/generated"] == forward_flops(arch, fed, targets=np.full(8, 2))
         assert (header.stats["flops/kept"], header.stats["tokens/all_wrong"]) == (0.0, 16.0)
         assert header.stats["seconds_dropped"] == header.stats["seconds"]
-        assert math.isnan(header.stats["staleness"])
     records = list(read_groups(Path(config.run.dir) / "rollouts"))
     assert [(r["step"], r["draw"], r["verdict"], r["reasons"]) for r in records] == [
         (5, 0, "all_wrong", {"no_answer": 4}),
@@ -170,7 +169,7 @@ async def test_what_a_step_did_is_recorded(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     config = load_config(write_config(tmp_path), ["rollout.prompts_per_step=2", "rollout.dynamic_sampling=false"])
     data = Data(Prompts((Prompt(8, (1, 2), "46"),), 0, 0), None, PromptCursor(1, seed=0, shuffle=False))
-    header, tokens = await (await work_of(config, data, "47", version=2)).sample(4, 2, 2, Progress())
+    _, tokens = await (await work_of(config, data, "47", version=2)).sample(4, 2, 2, Progress())
     begin, *rest = [r for r in read_records(Path(config.run.dir) / "rollouts") if r["kind"] != "attempt"]
     draws, answers, outcomes, (batch,) = rest[:2], rest[2:10], rest[10:12], rest[12:]
     assert begin == {"kind": "begin", "step": 4, "version": 2, "oldest": 2}
@@ -183,7 +182,6 @@ async def test_what_a_step_did_is_recorded(tmp_path: Path) -> None:
     assert outcomes == [{"kind": "outcome", "step": 4, "draw": draw, "outcome": "kept"} for draw in (0, 1)]
     assert batch == {"kind": "batch", "step": 4, "responses": 8, "digest": digest(tokens.response_tokens)}
     assert one != batch["digest"]
-    assert (header.stats["staleness"], header.stats["stale_tokens"]) == (0, 0)
 
 
 async def test_a_token_of_older_weights_than_allowed_ends_the_run(tmp_path: Path) -> None:
@@ -192,17 +190,6 @@ async def test_a_token_of_older_weights_than_allowed_ends_the_run(tmp_path: Path
     data = Data(Prompts((Prompt(8, (1, 2), "46"),), 0, 0), None, PromptCursor(1, seed=0, shuffle=False))
     with pytest.raises(RuntimeError, match=r"step 4: the answer 0 \(draw 0\) has tokens of version 2.*older than 3"):
         await (await work_of(config, data, "47", version=2)).sample(4, 3, 3, Progress())
-
-
-def test_staleness_is_of_tokens_and_relative_to_the_version_that_is_trained() -> None:
-    lengths = np.array([3, 1, 6], np.int32)
-    none = np.zeros(0, np.int32)
-    header = BatchHeader(
-        1, none, none, none, none, none, none.astype(np.float32), none.astype(bool), none.astype(bool),
-        run_responses=np.array([0, 0, 1], np.int32), run_versions=np.array([5, 7, 6], np.int32), run_lengths=lengths,
-    )  # fmt: skip
-    assert staleness_stats(header, 7) == {"staleness": (3 * 2 + 6) / 10, "staleness_max": 2, "stale_tokens": 9}
-    assert staleness_stats(header, 8)["stale_tokens"] == 10
 
 
 def test_answers_of_an_earlier_step_count_in_what_is_trained_and_not_in_what_is_generated() -> None:

@@ -40,6 +40,7 @@ class ScriptedWork:
         self.slow: dict[int, asyncio.Event] = {}
         self.sampled: list[tuple[int, int, int]] = []
         self.evaluations = 0
+        self.empty: set[int] = set()  # steps without responses
 
     async def sample(self, step: int, version: int, oldest: int, progress: Progress) -> tuple[BatchHeader, BatchTokens]:
         self.sampled.append((step, version, oldest))
@@ -47,7 +48,7 @@ class ScriptedWork:
         await (self.slow[step].wait() if step in self.slow else asyncio.sleep(0.01))
         if step in self.failures:
             raise self.failures[step]
-        return make_batch([(3, [2, 4]), (2, [1, 5])], step)[:2]
+        return make_batch([] if step in self.empty else [(3, [2, 4]), (2, [1, 5])], step)[:2]
 
     async def evaluate(self, progress: Progress) -> dict[str, Any]:
         self.evaluations += 1
@@ -345,6 +346,22 @@ def test_tokens_of_the_batch_before_stay_until_every_rank_has_the_next(
     rollouts.tokens(2, everything)
     with pytest.raises(ControllerError, match="no complete batch of step 1"):
         rollouts.tokens(1, everything)
+
+
+def test_steps_without_responses_stay_for_the_slowest_rank(running: RunningService, rollouts: RemoteRollouts) -> None:
+    """Nothing is trained in them, so no rank waits there for the others."""
+    running.work.empty = {2, 3}
+    running.ready()
+    for step in (1, 2, 3, 4):
+        rollouts.begin(step, 0, 0)
+        rollouts.wait(step, quiet, nobody)
+    slow = [rollouts.wait(step, quiet, nobody) for step in (2, 3, 4)]
+    assert [header.num_responses for header in slow if not isinstance(header, StopRun)] == [0, 0, 4]
+    rollouts.tokens(1, np.arange(2, dtype=np.int32))  # may still be trained on
+    rollouts.begin(5, 0, 0)
+    rollouts.wait(5, quiet, nobody)
+    with pytest.raises(ControllerError, match="no complete batch of step 3"):
+        rollouts.tokens(3, np.arange(0, dtype=np.int32))
 
 
 def test_after_a_chosen_end_no_later_step_is_sampled(running: RunningService, rollouts: RemoteRollouts) -> None:

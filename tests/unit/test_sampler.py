@@ -215,3 +215,31 @@ def test_a_cancelled_or_failing_sampling_leaves_the_cursor_where_it_was_and_noth
         assert cursor.drawn == 0
 
     asyncio.run(scenario())
+
+
+def test_an_error_of_a_group_that_is_being_stopped_ends_the_run() -> None:
+    """Such as tokens of weights that their server cannot have: the batch is complete without that group."""
+
+    async def scenario() -> None:
+        world = World([RIGHT] * 100, [1])
+        cursor = world.cursor()
+
+        async def generate(request: GroupRequest) -> tuple[Sample, ...]:
+            if request.draw < 8:
+                return await world.generate(request)
+            if request.draw == 8:
+                return answer(True), *[answer(False)] * (GROUP - 1)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await Sampler(world.prompts, cursor, rollout(1), generate).sample_batch(Progress())
+        assert cursor.drawn == 0
+        with pytest.raises(ZeroDivisionError):  # and where the step is cancelled
+            async with asyncio.timeout(0.01):
+                await Sampler(world.prompts, cursor, rollout(2), generate).sample_batch(Progress())
+        assert cursor.drawn == 0
+
+    asyncio.run(scenario())

@@ -1,5 +1,6 @@
 """`dapo-megatron serve` up to the server itself, which tests/fleet starts."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from dapo_megatron import cli, serve
 from dapo_megatron.config.fleet import FleetConfig
+from dapo_megatron.config.load import load_config
 from dapo_megatron.errors import UserError
 from tests.models import REPOSITORY
 from tests.unit.config_helpers import write_config, write_model
@@ -69,6 +71,20 @@ def test_host_and_port_can_be_given(config_file: Path, started: dict[str, Any], 
     options = ["--index", "3", "--host", "10.0.0.7", "--port", "8001", "--token-file", str(token)]
     assert cli.main(["serve", str(config_file), *options]) == 2
     assert (started["fleet"].host, started["port"], started["token"]) == ("10.0.0.7", 8001, "from-file")
+
+
+@pytest.mark.parametrize("fleet", [{"mode": "managed", "servers": 3}, {"mode": "colocated"}])
+def test_no_two_servers_sample_with_the_same_seed(
+    config_file: Path, started: dict[str, Any], fleet: dict[str, Any]
+) -> None:
+    config = load_config(config_file)
+    config = config.model_copy(update={"fleet": config.fleet.model_copy(update=fleet)})
+    seeds = set()
+    for index, restarts in itertools.product(range(3), repeat=2):
+        with pytest.raises(UserError, match="stop here"):
+            serve.start(config, index, "secret", restarts=restarts)
+        seeds.add(started["seed"] + started["index"])  # as `start_server` has it
+    assert len(seeds) == 9
 
 
 def test_missing_model_is_told(config_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

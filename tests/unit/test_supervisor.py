@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from tests.processes import gone_within, is_alive
 from tests.stub_server import stub
 from tests.unit.config_helpers import write_config, write_model
 
-SECONDS = 20.0
+SECONDS = 45.0
 STUB = Path(stub_server.__file__)
-FLEET = {"health_every": 0.1, "stall_timeout": 0.6, "start_timeout": 10, "kv_cache_gb": 0.03}
+FLEET = {"health_every": 0.1, "stall_timeout": 1.5, "start_timeout": 30, "kv_cache_gb": 0.03}
 
 
 class Engine:
@@ -186,7 +187,7 @@ async def test_a_run_without_servers_tells_what_happened_to_each(bench: MakeBenc
 
 
 async def test_a_frozen_server_is_taken_out_and_back_when_it_goes_on_in_time(bench: MakeBench) -> None:
-    b = bench(servers=2, stall_timeout=1.0)
+    b = bench(servers=2, stall_timeout=2.0)
     async with b.running():
         await b.push(1)
         frozen = b.started[0][0].process
@@ -253,6 +254,21 @@ async def test_a_suspected_server_that_generates_stays(bench: MakeBench) -> None
             assert b.history(first) == ["joining"]
 
 
+async def test_a_suspected_server_that_is_full_stays(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look waits in turn behind answers, of which tokens come: it fails, and the server is healthy."""
+    with stub() as url:
+        b = bench(mode="external", urls=[url])
+        async with b.running() as servers:
+            members, id = b.fleet.members, url.removeprefix("http://")
+            for quiet in (0.0, 60.0):
+                told = [replace(member, answers=1, oldest=70.0, quiet=quiet) for member in members()]
+                monkeypatch.setattr(b.fleet, "members", lambda told=told: told)
+                servers.suspect(id, "3 failures in a row")
+                await b.until(lambda: not servers._looks, "look")
+                assert (b.history(id) == ["joining"]) == (quiet == 0.0)
+            monkeypatch.setattr(b.fleet, "members", members)
+
+
 async def test_a_restart_that_is_refused_uses_up_a_restart(bench: MakeBench) -> None:
     b = bench(servers=1, max_restarts=1)
     async with b.running():
@@ -305,7 +321,9 @@ async def test_an_external_server_that_is_gone_is_taken_back_when_it_answers_aga
         assert is_alive(two.process.pid)  # it is not ours
 
 
-async def test_servers_join_and_leave_with_the_lines_of_a_file(bench: MakeBench, tmp_path: Path) -> None:
+async def test_servers_join_and_leave_with_the_lines_of_a_file(
+    bench: MakeBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log, file = tmp_path / "log", tmp_path / "urls"
     with external(log) as one, external(log) as two:
         file.write_text(f"# fleet\n{one.url}\n\n")
@@ -319,7 +337,36 @@ async def test_servers_join_and_leave_with_the_lines_of_a_file(bench: MakeBench,
             assert len(b.states()) == 2  # a file that cannot be read changes nothing
             file.write_text(f"{two.url}\n")
             await b.until(lambda: list(b.states().values()) == ["joining"], "leave")
+            (before,) = b.supervisor.healthy()
+            file.write_text(f"{one.url}\n")
+            await b.until(lambda: list(b.states()) == [one.url.removeprefix("http://")], "leave")
+            file.write_text(f"{two.url}\n")
+            await b.until(lambda: list(b.states()) == [two.url.removeprefix("http://")], "return")
+            assert b.supervisor.healthy()[0] != before  # nobody may take it for the one that was there
+            file.write_text("# the last node is being stopped\n")
+            await asyncio.sleep(0.3)
+            assert len(b.states()) == 1
+            assert not b.watch.done()
+            assert caplog.text.count("names no server; the servers stay as they are") == 1
         assert b.history(one.url.removeprefix("http://"))[-1] == "removed"
+
+
+async def test_a_server_added_in_a_run_that_is_unfit_or_never_answers_is_not_needed(
+    bench: MakeBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither ends the run, and neither keeps it waiting for servers when the others are gone."""
+    file, log = tmp_path / "urls", tmp_path / "log"
+    with external(log) as one, stub(answers=stub_server.replies(workers=2)) as unfit:
+        file.write_text(f"{one.url}\n")
+        b = bench(mode="external", urls_file=str(file), start_timeout=1.5)
+        async with b.running():
+            file.write_text(f"{one.url}\n{unfit}\nhttp://127.0.0.1:{free_port('127.0.0.1')}\n")
+            await b.until(lambda: "cannot join: fleet.urls_file" in caplog.text, "refusal")
+            await asyncio.sleep(0.3)
+            assert not b.watch.done()
+            one.process.kill()
+            with pytest.raises(RuntimeError, match=r"(?s)no vLLM server is left.*has 2 workers.*not answered yet"):
+                await asyncio.wait_for(b.watch, SECONDS)
 
 
 async def test_external_servers_that_stay_away_end_the_run(bench: MakeBench, tmp_path: Path) -> None:
@@ -385,6 +432,9 @@ def test_a_fitting_server_passes_and_an_untested_version_is_told(make_config: Ca
             check_server(url, "another", fleet, 256, "fleet.urls")
     with stub(answers=stub_server.replies(version="0.99.1")) as url:
         assert "0.99.1" in str(check_server(url, stub_server.TOKEN, fleet, 256, "fleet.urls"))
+    told = pytest.raises(UnreachableError, match="answers GET /version with 404")
+    with stub(answers={"/get_world_size": {}}, health_body=b"<html>") as url, told:  # no vLLM
+        check_server(url, stub_server.TOKEN, fleet, 256, "fleet.urls")
     with stub(health=503) as url, pytest.raises(UnreachableError, match="answers GET /health with 503"):
         check_server(url, stub_server.TOKEN, fleet, 256, "fleet.urls")
     with pytest.raises(UnreachableError, match="does not answer"):

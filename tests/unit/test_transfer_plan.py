@@ -20,7 +20,6 @@ from dapo_megatron.sync.plan import (
     ServerLayout,
     Source,
     TransferPlan,
-    bytes_sent,
     check_server,
     compile_plan,
     expert_worker,
@@ -363,7 +362,7 @@ def test_ranks_share_the_rows_that_they_hold() -> None:
     assert "decoder.final_layernorm.weight" in rows[0]
     assert "decoder.final_layernorm.weight" not in rows[1]
     assert rows[4] == []  # data parallel copies
-    assert bytes_sent(plan) == {0: sum(bucket.nbytes for bucket in plan.buckets)}
+    assert plan.senders == (0,)
 
 
 @pytest.mark.parametrize(
@@ -432,6 +431,17 @@ def test_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     workers = [line for line in lines if line[:3] == ["1", "0", "1"]]
     assert [line[3:5] for line in workers] == [["31,246.7", "771"]]
     assert any("771 tensors" in " ".join(line) for line in lines)
+
+
+def test_plan_of_shared_gpus_has_a_sender_for_each_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    example = REPOSITORY / "examples" / "qwen2.5_32b_128gpu" / "bf16.yaml"
+    shared = ["fleet.mode=colocated", "fleet.urls_file=null", "fleet.tensor=2", "fleet.dtype=bfloat16"]
+    assert main(["plan", str(example), "--sync", "--nproc", "8", "--nnodes", "4", *shared]) == 0
+    lines = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    senders = [line for line in lines if len(line) == 5 and line[0].isdigit()]
+    assert [line[:4] for line in senders] == [[str(rank), "31,246.7", "771", "1"] for rank in range(32)]
+    workers = [line for line in lines if len(line) == 6 and line[0].isdigit()]
+    assert [line[:5] for line in workers] == [[str(n), "0", str(n), "31,246.7", "771"] for n in range(2)]
 
 
 def test_plan_without_sync_is_that_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

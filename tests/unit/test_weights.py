@@ -19,7 +19,7 @@ from tests.unit.config_helpers import write_config, write_model
 
 
 def server(id: str, life: int = 0) -> Server:
-    return Server(id, f"http://{id}/{life}", "token")
+    return Server(id, f"http://{id}", "token", life)
 
 
 class Script:
@@ -61,8 +61,13 @@ class Script:
         self.log.append(("gaps", "".join(s.id for s in servers), version))
         return {s.id: self.gap for s in servers if s.id not in self.silent}
 
-    def check(self, gaps: dict[str, Gap], before: float) -> None:
+    def check(self, gaps: dict[str, Gap], before: float | None) -> None:
         self.log.append(("check", "".join(gaps), before))
+
+
+def probe(ids: str, version: int, before: float | None = 0.01) -> list[Any]:
+    """What a probe leaves in a log."""
+    return [("gaps", ids, version), ("check", ids, before)]
 
 
 class Pusher:
@@ -111,18 +116,29 @@ def test_groups_are_built_when_the_servers_change_and_not_before(make: MakeSync)
         ("begin", 0, 1),
         ("connect", 0, "ab"),
         ("push", 0, "ab", 1, False),
+        *probe("ab", 1, None),
         ("done", 0, 0),
         ("begin", 1, 2),
         ("push", 0, "ab", 2, False),
         ("done", 1, 0),
     ]
     script.log.clear()
-    script.there["a"] = server("a", life=1)  # it was started again
+    script.there["a"] = server("a", life=1)  # it was lost and came back, at the same address
     sync.push(3)
-    assert ("connect", 0, "ab") in script.log
+    assert script.log[1:] == [
+        ("connect", 0, "ab"),
+        ("push", 0, "ab", 3, False),
+        *probe("a", 3),  # before it gets an answer
+        ("done", 2, 0),
+    ]
     script.there["c"] = server("c")
     sync.push(4)
     assert ("connect", 0, "abc") in script.log
+    missed = script.there.pop("c")
+    sync.push(5)
+    script.there["c"] = missed
+    sync.push(6)
+    assert script.log[-3:] == [*probe("c", 6), ("done", 5, 0)]
     sync.__exit__()
     assert script.log[-1] == ("close", 0)
 
@@ -141,6 +157,7 @@ def test_a_server_that_fails_is_left_out_and_the_rest_get_the_weights(make: Make
         ("failed", 0, 1, "a"),
         ("connect", 0, "c"),
         ("push", 0, "c", 1, False),
+        *probe("c", 1, None),
         ("done", 0, 2),
     ]
 
@@ -160,6 +177,7 @@ def test_a_failure_that_is_no_servers_is_tried_again_a_few_times(make: MakeSync)
     script.failures = [ServerError("somebody")] * (BLAMELESS_FAILURES - 1)
     sync.push(1)
     assert script.log[-1] == ("done", 0, BLAMELESS_FAILURES - 1)
+    assert script.log.count(("connect", 0, "ab")) == BLAMELESS_FAILURES  # the groups were gone
     assert set(script.there) == {"a", "b"}
     script.failures = [ServerError("somebody")] * BLAMELESS_FAILURES
     with pytest.raises(ServerError, match="somebody"):
@@ -188,6 +206,7 @@ def test_other_ranks_do_the_same_and_tell_nobody(make: MakeSync, monkeypatch: py
         ("push", 0, "ab", 1, False),
         ("connect", 0, "a"),
         ("push", 0, "a", 1, False),
+        *probe("a", 1, None),
     ]
 
 
@@ -196,7 +215,6 @@ def test_other_ranks_do_the_same_and_tell_nobody(make: MakeSync, monkeypatch: py
     [
         ([], False),
         (["rollout.pipeline=async"], False),
-        (["fleet.on_push=keep"], False),
         (["rollout.pipeline=async", "fleet.on_push=keep"], True),
     ],
 )
@@ -215,10 +233,97 @@ def test_the_fleet_holds_answers_under_way_where_it_was_asked_to(
 
 def test_servers_are_probed_as_often_as_was_asked(make: MakeSync) -> None:
     sync, script = make("ab", "fleet.probe_every=2")
+    sync.verify(0)
+    script.log.clear()
     for version in range(1, 6):
         sync.push(version)
     assert [entry[1:] for entry in script.log if entry[0] == "gaps"] == [("ab", 2), ("ab", 4)]
     assert [entry[1] for entry in script.log if entry[0] == "check"] == ["ab", "ab"]
+    assert [entry[0] for entry in script.log[3:8]] == ["begin", "push", "gaps", "check", "done"]  # nothing else runs
+    script.there["c"] = server("c")
+    script.log.clear()
+    for version in range(6, 8):
+        sync.push(version)
+    assert [entry[1:] for entry in script.log if entry[0] == "gaps"] == [("abc", 6)]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_server_that_answers_no_probe_fails_the_push(make: MakeSync, version: int) -> None:
+    sync, script = make("ab")
+    script.silent = {"b"}
+    if version:
+        sync.push(version)
+    else:
+        sync.verify(version)
+    assert script.log[:9] == [
+        ("begin", 0, version),
+        ("connect", 0, "ab"),
+        ("push", 0, "ab", version, False),
+        ("gaps", "ab", version),
+        ("check", "a", None),
+        ("failed", 0, 0, "b"),
+        ("connect", 0, "a"),
+        ("push", 0, "a", version, False),
+        *([("done", 0, 1)] if version else [("gaps", "a", version)]),
+    ]
+
+
+def test_noise_is_taken_back_when_the_probe_fails(make: MakeSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, script = make("a")
+    restored: list[Any] = []
+    monkeypatch.setattr(sync, "_add_noise", lambda: "kept")
+    monkeypatch.setattr(sync, "_restore", restored.append)
+
+    def check(gaps: dict[str, Gap], before: float | None) -> None:
+        if before is not None:
+            raise RuntimeError("differ")
+
+    monkeypatch.setattr(script, "check", check)
+    with pytest.raises(RuntimeError, match="differ"):
+        sync.verify(0)
+    assert restored == ["kept"]
+
+
+class Turns:
+    """Notes which servers sleep."""
+
+    def __init__(self, *_: object) -> None:
+        self.log: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Callable[[Sequence[Server]], None]:
+        return lambda servers: self.log.append((name, "".join(f"{s.id}{s.life}" for s in servers)))
+
+
+def test_colocated_servers_that_come_back_sleep_with_the_others(
+    make: MakeSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns()
+    monkeypatch.setattr(weights, "Turns", lambda *_: turns)
+    sync, _ = make("ab", "fleet.mode=colocated")
+    sync.push(0)
+    sync.begin_training()
+    sync.push(1)
+    sync.admit(Admission(0, (server("b", life=1),)), 1)
+    sync.begin_training()
+    assert turns.log == [
+        ("take_weights", "a0b0"),
+        ("generate", "a0b0"),
+        ("train", "a0b0"),
+        ("take_weights", "a0b0"),
+        ("generate", "a0b0"),
+        ("take_weights", "b1"),
+        ("generate", "b1"),
+        ("train", "a0b1"),
+    ]
+
+
+def test_a_server_that_is_admitted_has_left_the_groups_it_was_in(make: MakeSync) -> None:
+    sync, script = make("ab")
+    sync.push(1)
+    sync.admit(Admission(0, (server("a"),)), 1)
+    script.log.clear()
+    sync.push(2)
+    assert ("connect", 0, "ab") in script.log
 
 
 def test_the_start_compares_noisy_weights_with_the_first_gap(make: MakeSync) -> None:
@@ -227,17 +332,20 @@ def test_the_start_compares_noisy_weights_with_the_first_gap(make: MakeSync) -> 
     assert [entry[0] for entry in script.log if entry[0] in ("push", "gaps", "check")] == [
         "push",
         "gaps",
+        "check",
         "push",
         "push",
         "gaps",
-        "push",
         "check",
+        "push",
     ]
-    assert script.log[-1] == ("check", "ab", 0.01)
+    assert [entry[2] for entry in script.log if entry[0] == "check"] == [None, 0.01]
     assert [entry[1] for entry in script.log if entry[0] == "begin"] == [0, 1, 2, 3]
     script.gap = Gap(0.5, 0.5)
     sync.admit(Admission(0, (server("c"),)), 8)
     assert ("check", "c", 0.01) in script.log  # against the start's
+    sync.admit(Admission(1, (server("d"),)), 8)
+    assert ("check", "d", 0.01) in script.log
 
 
 def test_an_admission_has_groups_of_its_own(make: MakeSync) -> None:
@@ -250,7 +358,7 @@ def test_an_admission_has_groups_of_its_own(make: MakeSync) -> None:
         ("push", 1, "cd", 1, False),
         ("close", 1),
         ("gaps", "cd", 1),
-        ("check", "cd", 0.0),
+        ("check", "cd", 0.01),
         ("admitted", 3, 1, "cd", {}),
     ]
     script.log.clear()

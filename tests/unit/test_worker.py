@@ -21,6 +21,7 @@ from dapo_megatron.rollout.engine import LocalEngine
 from dapo_megatron.rollout.requests import NOTHING, AnswerTask, Generated, RequestError, Sampling, Server
 from dapo_megatron.rollout.worker import WorkerPool, open_engine, worker_count
 from dapo_megatron.types import Prompt, Sample
+from tests.processes import gone_within
 from tests.unit.config_helpers import write_config, write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -168,6 +169,19 @@ async def test_a_worker_that_dies_too_often_ends_the_run(config: Config, monkeyp
             await anew(pool, pid)
 
 
+async def test_a_worker_that_talks_nonsense_is_ended_and_no_answer_waits_for_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with WorkerPool(config, 1, "tests.worker_engine:obedient") as pool, asyncio.timeout(30):
+        pid = (await state(pool))["pid"]
+        monkeypatch.setattr(worker_module, "unpack_sample", lambda header, arrays: header["nonsense"])
+        with pytest.raises(RequestError, match="worker 0 is given up"):
+            await ask(pool, "k")
+        with pytest.raises(RuntimeError, match="all rollout workers ended"):
+            await ask(pool, "l")
+        assert gone_within(pid, 5)
+
+
 async def abort_while_none_runs(pool: WorkerPool) -> None:
     """A push that ends all answers does not wait for those that wait for a worker."""
     while pool._workers[0].running:
@@ -179,6 +193,7 @@ async def abort_while_none_runs(pool: WorkerPool) -> None:
     async with asyncio.timeout(20):
         with pytest.raises(RequestError, match="answer i was ended before a worker began it") as caught:
             await answer
+        assert not pool._workers[0].running
         assert (caught.value.kind, caught.value.partial) == ("aborted", SO_FAR)
         assert len((await other).token_ids)
 
