@@ -22,6 +22,7 @@ from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.errors import UserError
 from dapo_megatron.planning.plan import plan
 from dapo_megatron.rollout.handle import open_rollouts
+from dapo_megatron.rollout.jobs import Admission
 from dapo_megatron.rollout.offline import Offline, read_pairs
 
 USER = {"role": "user", "content": "HI"}
@@ -256,6 +257,10 @@ def nothing(done: float, total: float, text: str) -> None:
     pass
 
 
+def no_servers(admission: Admission) -> None:
+    raise AssertionError(f"there are no servers, but {admission} came")
+
+
 def opened(config: Config) -> Offline:
     rollouts = open_rollouts(config, 0, lambda function: function())
     assert isinstance(rollouts, Offline)
@@ -266,9 +271,10 @@ def test_a_batch_is_pairs_the_better_answer_first(tmp_path: Path, model: Path) -
     config = dpo_config(tmp_path)
     pairs = read_pairs(config).pairs
     with opened(config) as rollouts:
-        assert rollouts.wait_ready(nothing) == []
-        rollouts.begin(1, 0)
-        header = rollouts.wait(1, nothing)
+        rollouts.wait_ready(nothing)
+        assert rollouts.servers_for_push(0, 0) == ()
+        rollouts.begin(1, 0, 0)
+        header = rollouts.wait(1, nothing, no_servers)
         assert header.groups.tolist() == [0, 0, 1, 1, 2, 2]
         assert header.correct.tolist() == [True, False] * 3
         assert header.rewards.tolist() == [1.0, -1.0] * 3
@@ -280,8 +286,8 @@ def test_a_batch_is_pairs_the_better_answer_first(tmp_path: Path, model: Path) -
         assert block.prompt_tokens.tolist() == [*first.prompt, *last.prompt]
         assert block.response_tokens.tolist() == [*first.rejected, *last.chosen]
         assert np.isnan(block.rollout_log_probs).all()
-        assert rollouts.wait(1, nothing) is header
-        assert rollouts.evaluate("before", nothing) is None
+        assert rollouts.wait(1, nothing, no_servers) is header
+        assert rollouts.evaluate("before", nothing, no_servers) is None
         with pytest.raises(ValueError, match="step 2 is not the one"):
             rollouts.tokens(2, np.array([0], np.int32))
     drawn = [pairs[i] for i in header.prompt_ids]
@@ -299,7 +305,7 @@ def test_a_batch_is_pairs_the_better_answer_first(tmp_path: Path, model: Path) -
 
 
 def batches(rollouts: Offline, steps: range) -> list[list[int]]:
-    return [rollouts.wait(step, nothing).prompt_ids.tolist() for step in steps]
+    return [rollouts.wait(step, nothing, no_servers).prompt_ids.tolist() for step in steps]
 
 
 def test_every_pair_once_an_epoch_and_again_in_another_order(tmp_path: Path, model: Path) -> None:
@@ -325,12 +331,12 @@ def test_a_resumed_run_goes_on_with_the_same_pairs(tmp_path: Path, model: Path) 
     expected = batches(whole, range(1, 7))
     before = opened(config)
     batches(before, range(1, 4))
-    save(Path(config.run.dir), 3, before.wait(3, nothing).cursor)
+    save(Path(config.run.dir), 3, before.wait(3, nothing, no_servers).cursor)
     after = opened(config)
     assert batches(after, range(4, 7)) == expected[3:]
-    assert after.wait(6, nothing).cursor == whole.wait(6, nothing).cursor
-    assert after.wait(6, nothing).draws.tolist() == [15, 16, 17]
-    assert after.wait(6, nothing).versions.tolist() == [[5, 5]] * 6
+    assert after.wait(6, nothing, no_servers).cursor == whole.wait(6, nothing, no_servers).cursor
+    assert after.wait(6, nothing, no_servers).draws.tolist() == [15, 16, 17]
+    assert after.wait(6, nothing, no_servers).versions.tolist() == [[5, 5]] * 6
     with pytest.raises(UserError, match="the training data changed"):
         opened(dpo_config(tmp_path, "data.train.limit=6"))
 
