@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.models import tiny_model
+
+settings.register_profile("untimed", deadline=None)  # cores are shared: a slow example is no failure
+settings.load_profile("untimed")
 
 if TYPE_CHECKING:
     from dapo_megatron.trainer.parallel import Layout
