@@ -307,7 +307,7 @@ async def test_an_external_server_that_is_gone_is_taken_back_when_it_answers_aga
 ) -> None:
     log = tmp_path / "log"
     with external(log) as one, external(log) as two:
-        b = bench(mode="external", urls=[one.url, f"{two.url}/"])
+        b = bench(mode="external", urls=[one.url, f"{two.url}/"], stall_timeout=4)
         ids = [url.removeprefix("http://") for url in (one.url, two.url)]
         async with b.running():
             assert b.states() == dict.fromkeys(ids, "joining")
@@ -315,7 +315,7 @@ async def test_an_external_server_that_is_gone_is_taken_back_when_it_answers_aga
             one.process.kill()
             await b.until(lambda: list(b.states()) == ids[1:], "removal")
             with external(log, one.port):
-                await b.until(lambda: b.states() == {ids[1]: "ready", ids[0]: "joining"}, "return")
+                await b.until(lambda: b.states().get(ids[0]) == "joining", "return")
             await b.until(lambda: list(b.states()) == ids[1:], "removal")
             assert not b.started
         assert is_alive(two.process.pid)  # it is not ours
