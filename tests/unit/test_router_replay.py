@@ -29,6 +29,7 @@ from dapo_megatron.trainer.routes import RouterShare
 from dapo_megatron.trainer.trained import Metrics
 from dapo_megatron.types import Int16
 from tests.batches import make_batch, make_config, rows_of
+from tests.unit.test_batching import RULES as BATCH_RULES
 
 MODELS = ("qwen3_moe", "mixtral", "deepseek_v3")
 VOCABULARY = 151
@@ -345,19 +346,7 @@ def numbered(share: RouterShare) -> tuple[Batch, Int16]:
     return batch, routes
 
 
-RULES = PackingRules(
-    mini_batch=16,
-    filter_truncated=False,
-    micro_batch_tokens=96,
-    data_ranks=1,
-    context=2,
-    sequence_multiple=12,
-    total_multiple=24,
-    count_multiple=1,
-    same_length=False,
-    cost=CostModel(1000.0),
-    backend="local",
-)
+RULES = replace(BATCH_RULES, context=2, sequence_multiple=12, total_multiple=24, cost=CostModel(1000.0))
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
