@@ -54,6 +54,8 @@ class FakeServer:
         self.calls.append(path)
         if path == "/get_world_size":
             return {"world_size": self.workers}
+        if path == "/weight_info":
+            return {"weight_version": str(self.versions[-1])}
         if path == "/init_weight_transfer_engine":
             for inbox in self._inboxes:
                 inbox.close()

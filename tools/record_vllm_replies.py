@@ -35,7 +35,6 @@ CALLS = (
     ("weight_info", "GET", vllm_api.WEIGHT_INFO, None),
     ("world_size", "GET", vllm_api.WORLD_SIZE, None),
     ("is_paused", "GET", vllm_api.IS_PAUSED, None),
-    ("is_sleeping", "GET", vllm_api.IS_SLEEPING, None),
     ("reset_prefix_cache", "POST", vllm_api.reset_prefix_cache_path(running=False), None),
     ("rpc", "POST", vllm_api.COLLECTIVE_RPC, vllm_api.rpc_body("check_health")),
     ("rpc_unknown", "POST", vllm_api.COLLECTIVE_RPC, vllm_api.rpc_body("no_such_method")),

@@ -14,6 +14,9 @@ from dapo_megatron.errors import UserError
 LONGEST_PUSH = 540
 """Seconds: less than the 10 minutes that a collective of the trainer may take (trainer/parallel.py)."""
 
+HAVE_EFFECT_IN = {"servers": ("managed",), "first_gpu": ("managed",), "max_restarts": ("managed", "colocated")}
+"""Modes in which a key says something; where external servers come from has rules of its own."""
+
 FIRST_PORT = 8000
 """Port of a host's first server where `port` does not name another; launch/rollout_fleet.sh begins there too."""
 
@@ -104,7 +107,9 @@ class FleetConfig(Section):
     )
     health_every: float = Field(10, gt=0, description="Seconds between two health checks of a server.")
     max_restarts: int = Field(
-        3, ge=0, description="How often a server that the run started is started again when it ended or hangs, each."
+        3,
+        ge=0,
+        description="`managed` and `colocated` only: how often a server is started again when it ended or hangs, each.",
     )
     workers: int | None = Field(
         None,
@@ -147,6 +152,12 @@ class FleetConfig(Section):
             raise ValueError("mode is external: give exactly one of `urls`, `urls_file` and `hosts`")
         if self.mode != "external" and sources:
             raise ValueError(f"`{sources[0]}` is for mode external, not {self.mode}")
+        for key, modes in HAVE_EFFECT_IN.items():
+            # What is set counts only where it says something else: a configuration is also read back with all its keys.
+            if self.mode not in modes and (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"`{key}` ({value}) is for mode {' and '.join(modes)}, and does nothing with {self.mode}"
+                )
         if self.servers_per_host > 1 and not self.hosts:
             raise ValueError("`servers_per_host` goes with `hosts`")
         if self.mode == "colocated" and self.delta_push:

@@ -9,6 +9,8 @@ from dapo_megatron.errors import UserError
 from dapo_megatron.rollout import vllm_api
 
 TIMEOUT = 30.0
+GUARDED = vllm_api.WEIGHT_INFO
+"""What a server tells nobody who does not send its token."""
 
 
 class UnreachableError(RuntimeError):
@@ -36,11 +38,8 @@ def check_server(url: str, token: str, fleet: FleetConfig, longest: int, source:
     with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
         if (health := _ask(client, vllm_api.HEALTH, where).status_code) != httpx.codes.OK:
             raise UnreachableError(f"{where} answers GET {vllm_api.HEALTH} with {health}")
-        if (status := _ask(client, vllm_api.WORLD_SIZE, where).status_code) != httpx.codes.UNAUTHORIZED:
-            raise UserError(
-                f"{where} answers GET {vllm_api.WORLD_SIZE} with {status} to everybody: it must refuse (401) who does "
-                "not send the token; start it with `dapo-megatron serve`"
-            )
+        if fault := open_to_strangers(_ask(client, GUARDED, where).status_code):
+            raise UserError(f"{where} {fault}")
         client.headers["Authorization"] = f"Bearer {token}"
         try:
             warning = vllm_api.warn_if_untested(vllm_api.parse_server_version(_get(client, vllm_api.VERSION, where)))
@@ -56,6 +55,16 @@ def check_server(url: str, token: str, fleet: FleetConfig, longest: int, source:
     if length < longest:
         raise UserError(f"{where} was started for {length} tokens, but a sequence of this run may have {longest}")
     return warning
+
+
+def open_to_strangers(status: int) -> str | None:
+    """What is wrong with a server that answers GUARDED with `status` where no token was sent; None: nothing."""
+    if status == httpx.codes.UNAUTHORIZED:
+        return None
+    return (
+        f"opens without its token (GET {GUARDED} is answered with {status}, not 401): anybody could replace its "
+        "weights; start it with `dapo-megatron serve`"
+    )
 
 
 def _get(client: httpx.Client, path: str, where: str) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from dapo_megatron.rollout import vllm_api
+from dapo_megatron.rollout.checks import GUARDED, open_to_strangers
 from dapo_megatron.rollout.requests import NOTHING, UNKNOWN_VERSION, Generated, RequestError, Sampling
 from dapo_megatron.rollout.vllm_api import Chunk, Ending, ReplyError
 from dapo_megatron.sync.versions import parse_version
@@ -150,13 +151,9 @@ class ServerClient:
 
     async def facts(self) -> ServerFacts:
         """What the server says about itself. Raises RequestError also if it opens without its token."""
-        async with self._request("GET", vllm_api.WEIGHT_INFO, authorized=False) as reply:
-            if reply.status != 401:
-                raise RequestError(
-                    f"server {self.url} opens without its token ({reply.status} instead of 401): anybody could replace "
-                    "its weights; start it with `dapo-megatron serve`",
-                    kind="refused",
-                )
+        async with self._request("GET", GUARDED, authorized=False) as reply:
+            if fault := open_to_strangers(reply.status):
+                raise RequestError(f"server {self.url} {fault}", kind="refused")
         version = await self._call("GET", vllm_api.VERSION)
         weights = await self._call("GET", vllm_api.WEIGHT_INFO)
         world = await self._call("GET", vllm_api.WORLD_SIZE)

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -23,22 +24,22 @@ class LocalEngine:
         self._request_timeout = request_timeout
         self._vocabulary = vocabulary
         self._clients: dict[Server, ServerClient] = {}  # one that was started again is another Server
-        self._sessions = contextlib.AsyncExitStack()
+        self._under_way: Counter[Server] = Counter()  # answers
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._sessions.aclose()
+        """Nothing is left: whoever asks for an answer waits for it, or cancels it."""
 
     async def answer(self, server: Server, task: AnswerTask, on_tokens: Callable[[int], None]) -> Sample:
         """A whole answer, graded; see `requests.Engine`."""
         generated = whole(task.so_far, task.sampling)
         if generated is None:
-            client = await self._client(server)
-            generated = await client.generate(
-                task.prompt.token_ids, task.sampling, task.request_id, task.so_far, task.version, on_tokens
-            )
+            async with self._client(server) as client:
+                generated = await client.generate(
+                    task.prompt.token_ids, task.sampling, task.request_id, task.so_far, task.version, on_tokens
+                )
         return await asyncio.to_thread(self._grader.sample, generated, task.prompt, task.by_rule)
 
     async def abort(self, server: Server, request_ids: Sequence[str]) -> None:
@@ -50,11 +51,20 @@ class LocalEngine:
         """See `Grader.end_step`."""
         self._grader.end_step(step)
 
-    async def _client(self, server: Server) -> ServerClient:
-        if server not in self._clients:
-            client = ServerClient(server.url, server.token, self._request_timeout, self._vocabulary)
-            self._clients[server] = await self._sessions.enter_async_context(client)
-        return self._clients[server]
+    @contextlib.asynccontextmanager
+    async def _client(self, server: Server) -> AsyncIterator[ServerClient]:
+        """The client of all answers that are under way on a server. It ends with the last: the server may be gone."""
+        self._under_way[server] += 1
+        try:
+            if server not in self._clients:
+                client = ServerClient(server.url, server.token, self._request_timeout, self._vocabulary)
+                self._clients[server] = await client.__aenter__()  # without waiting for anything
+            yield self._clients[server]
+        finally:
+            self._under_way[server] -= 1
+            if not self._under_way[server]:
+                del self._under_way[server]
+                await self._clients.pop(server).__aexit__()
 
 
 def whole(so_far: Generated, sampling: Sampling) -> Generated | None:

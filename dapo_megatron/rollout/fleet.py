@@ -99,7 +99,7 @@ class Fleet:
         self._connect = connect
         self._pause = pause
         self._places: dict[str, Place] = {}
-        self._paused: set[Server] = set()  # they must be told to go on, also those that have left
+        self._paused: set[str] = set()  # URLs of servers that must be told to go on
         self._held = False
         self._open = asyncio.Event()  # an answer may begin
         self._idle = asyncio.Event()  # no answer is under way
@@ -198,13 +198,24 @@ class Fleet:
         await asyncio.gather(*(self._engine.abort(server, ids) for server, ids in running))
 
     async def close(self) -> None:
-        """End what runs beside the answers, and leave no server paused."""
+        """End what runs beside the answers, and leave no server paused that has whole weights.
+
+        One that is held, or has missed a push, may have a part of new ones: who asked it would get anything.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        whole = [] if self._held else [place.server for place in self._places.values() if place.ready]
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_GRACE):
-                await asyncio.gather(*map(self._resume, self._paused), return_exceptions=True)
+                waiting = [self._resume(server) for server in whole if server.url in self._paused]
+                await asyncio.gather(*waiting, return_exceptions=True)
+        if self._paused and self._config.mode == "external":
+            logger.warning(
+                "servers %s stay paused: the run ended before a push did, and parts of their weights may be missing; "
+                "the first push of another run lets them go on",
+                ", ".join(sorted(self._paused)),
+            )
 
     async def _place(self, answer: Answer, avoid: str | None) -> Place:
         """The server for the next attempt; waits until there is one."""
@@ -335,7 +346,7 @@ class Fleet:
         now = _now()
         for place in list(self._places.values()):
             quiet = now - place.moved
-            waits = self._held and place.server in self._paused
+            waits = self._held and place.server.url in self._paused
             if place.attempts and not waits and quiet > self._config.stall_timeout:
                 place.moved = now  # or it would be reported again at once
                 self._suspect(place, f"no token of its {len(place.attempts)} answers for {quiet:.0f} s")
@@ -353,7 +364,7 @@ class Fleet:
     async def _pause_server(self, place: Place) -> None:
         if not place.attempts:
             return
-        self._paused.add(place.server)
+        self._paused.add(place.server.url)
         try:
             async with self._connect(place.server) as control:
                 await control.pause()
@@ -362,8 +373,10 @@ class Fleet:
             await self._end([place], "aborted")
 
     def _ready(self, place: Place, version: int) -> None:
+        # One that comes without weights may have been paused long before, and such a push leaves it as it was.
+        newcomer = not place.ready and self._config.on_push == "keep"
         place.received(version, _now())
-        if place.server in self._paused:
+        if newcomer or place.server.url in self._paused:
             self._spawn(self._resume_server(place))
 
     async def _resume_server(self, place: Place) -> None:
@@ -375,7 +388,7 @@ class Fleet:
     async def _resume(self, server: Server) -> None:
         async with self._connect(server) as control:
             await control.resume()
-        self._paused.discard(server)
+        self._paused.discard(server.url)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -43,7 +43,6 @@ FINISH_WEIGHT_UPDATE = "/finish_weight_update"
 COLLECTIVE_RPC = "/collective_rpc"
 SLEEP = "/sleep"
 WAKE_UP = "/wake_up"
-IS_SLEEPING = "/is_sleeping"
 
 # vLLM puts this before the request ids of GENERATE; ABORT knows requests by the result.
 REQUEST_PREFIX = "generate-tokens-"
@@ -352,11 +351,6 @@ def parse_reset(reply: Any) -> bool:
 def parse_is_paused(reply: Any) -> bool:
     """Whether the server is paused."""
     return bool(_field(reply, "is_paused", bool))
-
-
-def parse_is_sleeping(reply: Any) -> bool:
-    """Whether the server sleeps."""
-    return bool(_field(reply, "is_sleeping", bool))
 
 
 def parse_server_version(reply: Any) -> str:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dapo_megatron.sync.wire import Bucket, Stretch
@@ -21,27 +22,36 @@ def views(bucket: Bucket, buffer: Tensor) -> list[tuple[Stretch, Tensor]]:
     ]
 
 
-def hashes(tensors: Sequence[Tensor]) -> list[int]:
-    """The hash of each tensor's bytes, see `tensor_hash`; one transfer from the device for all."""
-    if not tensors:
-        return []
-    return torch.stack([_hash(tensor) for tensor in tensors]).tolist()
+def hashes(tensors: Sequence[Tensor], backend: str) -> list[int]:
+    """The hash, 64 bits, of each tensor's bytes in row-major order; any dtype and strides.
+
+    Buffers of gloo are in host memory, whose hash is XXH3, as fast as memory is read; of those of NCCL nothing but the
+    results leaves the GPU. Both sides of a push have the same backend.
+    """
+    return HASHES[backend](tensors)
 
 
-def tensor_hash(tensor: Tensor) -> int:
-    """A hash, int64, of the tensor's bytes in row-major order; any dtype, device and strides.
+def _hashes_on_host(tensors: Sequence[Tensor]) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(_bytes(tensor).numpy().data) for tensor in tensors]
+
+
+def _hashes_on_device(tensors: Sequence[Tensor]) -> list[int]:
+    """Those of `_hash`; one transfer from the device for all."""
+    return torch.stack([_hash(tensor) for tensor in tensors]).tolist() if tensors else []
+
+
+HASHES = {"gloo": _hashes_on_host, "nccl": _hashes_on_device}
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    """A hash of the tensor's bytes, int64 [] on its device.
 
     The sum, modulo 2^64, of the tensor's 64-bit words, each times an odd number that belongs to its place, and of the
     number of bytes times another. An odd factor is invertible modulo 2^64: a word that changes alone always changes
     the sum. Of any other change a share of about 2^-64 goes unseen, if it does not know the factors: this is for
     faults, not for an attacker.
     """
-    return hashes([tensor])[0]
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    """int64 [], on the tensor's device."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = _bytes(tensor)
     if flat.storage_offset() % WORD:
         flat = flat.clone()
     factors = _factors(flat.device)
@@ -58,6 +68,11 @@ def _hash(tensor: Tensor) -> Tensor:
         tail[: nbytes - whole] = flat[whole:]
         total = total * factors[1] + tail.view(torch.int64)[0] * factors[2]
     return total
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8 [nbytes], in row-major order; a copy only if they do not lie so."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @functools.cache

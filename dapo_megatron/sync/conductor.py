@@ -1,5 +1,6 @@
 """Rank 0's part of a push: the same request to all servers at once, and who is to blame when it fails."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from dapo_megatron.sync.server_admin import Received, ServerAdmin, ServerError
 
 POLL_SECONDS = 0.001
 BLAME_SECONDS = 5.0  # after a broadcast broke off: servers that are alive have said so by then
+HEALTH_SECONDS = 2.0  # in which a server that is alive answers a health check
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,7 +35,7 @@ class Calls(Generic[T]):
         while not all(future.done() for future in self._futures):
             self.check()
             if time.monotonic() > deadline:
-                raise self.culprit(grace=0)
+                raise self.culprit(ServerError("servers were late (fleet.push_timeout)"), grace=0)
             time.sleep(POLL_SECONDS)
         self.check()
         return [future.result() for future in self._futures]
@@ -41,7 +44,7 @@ class Calls(Generic[T]):
         """Waits for every answer, also when some fail; the failures, those that are late at `deadline` among them."""
         while not all(future.done() for future in self._futures) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        late = [admin.url for admin, future in zip(self._admins, self._futures, strict=True) if not future.done()]
+        late = [admin.url for admin in self._silent()]
         return self._failures() + [ServerError(f"server {url} did not answer", url, answered=False) for url in late]
 
     def culprit(self, otherwise: ServerError | None = None, grace: float = BLAME_SECONDS) -> ServerError:
@@ -55,15 +58,32 @@ class Calls(Generic[T]):
             own = [error for error in self._failures() if BROKEN_OFF not in str(error)]
             if own:
                 return min(own, key=lambda error: error.answered)
-            if time.monotonic() > end or all(future.done() for future in self._futures):
+            silent = self._silent()
+            if not silent or time.monotonic() > end:
                 break
             time.sleep(POLL_SECONDS)
-        silent = [admin.url for admin, future in zip(self._admins, self._futures, strict=True) if not future.done()]
         if silent:
-            late = f"servers {', '.join(silent)} did not answer before the deadline (fleet.push_timeout)"
-            return ServerError(late, silent[0], answered=False)
+            late = f"servers {', '.join(admin.url for admin in silent)} did not answer before the deadline"
+            return ServerError(f"{late} (fleet.push_timeout)", self._latest(silent), answered=False)
         error = otherwise or self._failures()[0]
         return ServerError(str(error)) if BROKEN_OFF in str(error) else error
+
+    def _latest(self, silent: Sequence[ServerAdmin]) -> str:
+        """URL of the one of these to blame, empty where none is.
+
+        One that does not even answer a health check is, or else one that is later than others were. Several that live,
+        and no other was in time: something that they share is slow.
+        """
+        if len(silent) == 1:
+            return silent[0].url
+        checks = [_in_background(lambda admin: admin.is_healthy(HEALTH_SECONDS), admin) for admin in silent]
+        gone = [admin for admin, check in zip(silent, checks, strict=True) if not check.result()]
+        others = silent if len(silent) < len(self._admins) else []
+        return next((admin.url for admin in [*gone, *others]), "")
+
+    def _silent(self) -> list[ServerAdmin]:
+        """Servers that have not answered yet."""
+        return [admin for admin, future in zip(self._admins, self._futures, strict=True) if not future.done()]
 
     def _failures(self) -> list[ServerError]:
         return [error for future in self._futures if (error := _failure(future)) is not None]
@@ -75,9 +95,16 @@ class Conductor:
     def __init__(self, servers: Sequence[tuple[str, str]], timeout: float) -> None:
         # Connections outlive the deadline: who is silent is told from who is only waiting for others.
         self.admins = [ServerAdmin(url, token, timeout + 2 * BLAME_SECONDS) for url, token in servers]
+        self._unfinished: set[str] = set()  # URLs of those that may have a part of new weights
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections. A server whose update did not end stays paused: it would sample with anything."""
+        if self._unfinished:
+            logger.warning(
+                "a push did not end on servers %s: they stay paused, with weights of which parts may be missing, until "
+                "a push reaches them, of this run or of another",
+                ", ".join(sorted(self._unfinished)),
+            )
         for admin in self.admins:
             admin.close()
 
@@ -108,19 +135,28 @@ class Conductor:
         def begin(admin: ServerAdmin, _: int) -> None:
             if not held:
                 admin.pause()
+            self._unfinished.add(admin.url)
             admin.start_weight_update()
 
         Calls(self.admins, begin).results(deadline)
         return Calls(self.admins, lambda admin, _: admin.update_weights(info))
 
     def finish(self, version: int, deadline: float, *, held: bool) -> None:
-        """Makes the weights live under `version`; unless servers are `held`, they forget keys and values and go on."""
+        """Makes the weights live under `version`; unless servers are `held`, they forget keys and values and go on.
+
+        Raises:
+            ServerError: also if one says afterwards that its weights are others.
+        """
 
         def finish(admin: ServerAdmin, _: int) -> None:
             admin.finish_weight_update(version)
+            if (found := admin.weight_version()) != version:
+                text = f"server {admin.url} has weights of version {found} after a push of version {version}"
+                raise ServerError(text, admin.url)
             if not held:
                 admin.reset_prefix_cache()
                 admin.resume()
+            self._unfinished.discard(admin.url)
 
         Calls(self.admins, finish).results(deadline)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore, Work
@@ -166,4 +167,16 @@ def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Backe
 
 def byte_buffer(nbytes: int, backend: str) -> Tensor:
     """An uninitialised uint8 tensor [nbytes] where `backend` can send and receive it."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=BUFFER_DEVICE[backend])
+    return _ALLOCATE[backend](nbytes)
+
+
+def _host_buffer(nbytes: int) -> Tensor:
+    # NumPy asks for huge pages, torch does not: new memory would cost as much as what travels into it.
+    return torch.from_numpy(np.empty(nbytes, np.uint8))
+
+
+def _device_buffer(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=BUFFER_DEVICE["nccl"])
+
+
+_ALLOCATE = {"gloo": _host_buffer, "nccl": _device_buffer}

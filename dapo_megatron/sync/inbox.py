@@ -126,7 +126,7 @@ class Inbox:
             assert buffer is not None
             stretches = views(bucket, buffer)
             with self._timed("verify"):
-                self.hashes += hashes([view for _, view in stretches])
+                self.hashes += hashes([view for _, view in stretches], self._backend)
             with self._timed("load"):
                 yield stretches
 

@@ -94,7 +94,9 @@ class Sender:
                 _wait(under_way, watch, deadline, sent)
                 under_way = _start(buffers, groups, deadline, sent)
                 with sent.timed("hash"):
-                    sent.hashes += [hashes([view for _, view in views(bucket, flat)]) for bucket, flat in buffers]
+                    sent.hashes += [
+                        hashes([view for _, view in views(bucket, flat)], self._backend) for bucket, flat in buffers
+                    ]
                 if turn is self._own[-1]:
                     _wait(under_way, watch, deadline, sent)
             except ServerError as error:

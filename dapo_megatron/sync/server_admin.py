@@ -72,13 +72,20 @@ class ServerAdmin:
         """Closes the connections."""
         self._client.close()
 
+    def is_healthy(self, seconds: float) -> bool:
+        """Whether the server answers a health check, each part of which takes at most `seconds`."""
+        try:
+            return self._client.get(vllm_api.HEALTH, timeout=seconds).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
     def world_size(self) -> int:
         """Workers of this server that take part in a transfer group (TP x PP x DP)."""
         return self._ask("GET", vllm_api.WORLD_SIZE, vllm_api.parse_world_size)
 
     def weight_version(self) -> int:
         """Version of the weights that the server samples with now."""
-        return parse_version(self._ask("GET", vllm_api.WEIGHT_INFO, vllm_api.parse_weight_info))
+        return self._ask("GET", vllm_api.WEIGHT_INFO, _version)
 
     def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
         """Lets all workers join the transfer group; returns when they have."""
@@ -154,7 +161,7 @@ class ServerAdmin:
     def _ask(self, method: str, path: str, parse: Callable[[Any], T], body: Mapping[str, Any] | None = None) -> T:
         try:
             return parse(self._call(method, path, body))
-        except vllm_api.ReplyError as error:
+        except ValueError as error:  # what parsers raise
             raise ServerError(f"server {self.url}: {method} {path}: {error}", self.url) from error
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -169,6 +176,10 @@ class ServerAdmin:
             text = f"server {self.url}: {method} {path} failed ({reply.status_code}): {_reason(reply)}"
             raise ServerError(text, self.url)
         return _decoded(reply)
+
+
+def _version(reply: Any) -> int:
+    return parse_version(vllm_api.parse_weight_info(reply))
 
 
 def _reason(reply: httpx.Response) -> str:

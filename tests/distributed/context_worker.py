@@ -1,4 +1,4 @@
-"""Under torchrun: attention with context parallelism against attention on one rank, and its peak memory."""
+"""On ranks: attention with context parallelism against attention on one rank, and its peak memory."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""Under torchrun: conversions that processes share, and models in real layouts from what was converted in others."""
+"""On ranks: conversions that processes share, and models in real layouts from what was converted in others."""
 
 import json
 import shutil

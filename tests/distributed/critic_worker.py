@@ -1,4 +1,4 @@
-"""Under torchrun: everything that the critic computes, in many layouts, against stored references; resumed critics."""
+"""On ranks: everything that the critic computes, in many layouts, against stored references; resumed critics."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Under torchrun: everything that a training step computes, in many layouts, against stored references."""
+"""On ranks: everything that a training step computes, in many layouts, against stored references."""
 
 import json
 import sys
@@ -103,12 +103,13 @@ def without_old_tokens(policy: Policy, batch: Batch, own: list[Tensor]) -> MiniB
 
 def update_twice(policy: Policy, mini_batch: MiniBatch) -> tuple[dict[str, Tensor], Metrics]:
     """How the weights change, and the norm of each gradient. The first update is from the gradients that are there."""
-    sends = policy.layout.sends_weights
-    before = {name: weight.clone() for name, weight in policy.export()} if sends else {}
     policy.start_step()
     _, first, _ = policy.optimizer.step()
     norms = {"first": float(first), "second": policy.update(mini_batch)["grad_norm"]}
-    return {name: weight - before[name] for name, weight in policy.export()} if sends else {}, norms
+    if not policy.layout.sends_weights:
+        return {}, norms
+    before = load_file(Path(policy.config.model.path) / "model.safetensors")
+    return {name: weight - before[name] for name, weight in policy.export()}, norms
 
 
 def outcome_of(case: dict[str, Any], metrics: dict[str, Metrics], results: dict[str, Tensor]) -> dict[str, Any]:

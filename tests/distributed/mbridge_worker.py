@@ -1,4 +1,4 @@
-"""Under torchrun: models filled by mbridge and by us, and exported by both."""
+"""On ranks: models filled by mbridge and by us, and exported by both."""
 
 import json
 import sys

@@ -1,10 +1,12 @@
-"""Under torchrun: pushes from Megatron layouts to servers without vLLM, which rank 0 has in threads."""
+"""On ranks: pushes from Megatron layouts to servers without vLLM, which rank 0 has in threads."""
 
 import json
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from dapo_megatron.checkpoint.weights import open_weights
 from dapo_megatron.config.training import ParallelConfig, TrainingConfig
 from dapo_megatron.models.registry import architecture_of
 from dapo_megatron.models.table import exact_tensors
+from dapo_megatron.sync.buckets import HASHES
 from dapo_megatron.sync.plan import ServerLayout, TransferPlan, compile_plan
 from dapo_megatron.sync.proof import prove
 from dapo_megatron.sync.pusher import Member, WeightPusher
@@ -82,15 +85,17 @@ def check_received(server: FakeServer, expected: dict[str, Tensor]) -> None:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Pushes twice to two servers; rank 0 looks at what arrived."""
+    """Pushes twice to two servers, then with the hashes that NCCL's buffers get; rank 0 looks at what arrived."""
     pusher, plan = make_pusher(case)
     with fake_fleet(2, plan.server.workers) if dist.get_rank() == 0 else nullcontext() as servers:
         pusher.connect(members(servers))
-        reports = [pusher.push(version) for version in (1, 2)]
+        reports = [pusher.push(1), pusher.push(2)]
+        with patch.dict(HASHES, gloo=HASHES["nccl"]):
+            reports.append(pusher.push(3))
         if servers:
             expected = expected_tensors(case)
             for server in servers:
-                assert server.versions == [1, 2]
+                assert server.versions == [1, 2, 3]
                 check_received(server, expected)
             assert reports[1].tensors == len(expected)
         pusher.close()
@@ -105,6 +110,7 @@ def run_faults(case: dict[str, Any]) -> dict[str, Any]:
         with fake_fleet(2, plan.server.workers) if dist.get_rank() == 0 else nullcontext() as servers:
             both = members(servers)
             pusher.connect(both)
+            THAW.clear()
             if servers:
                 servers[1].fault = fault
             pusher._timeout = SHORT if name == "freezes" else TIMEOUT
@@ -115,6 +121,7 @@ def run_faults(case: dict[str, Any]) -> dict[str, Any]:
                 error = (caught.url, str(caught))
             errors: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, error)
+            THAW.set()
             pusher._timeout = TIMEOUT
             pusher.connect(both[:1])
             pusher.push(2)
@@ -136,11 +143,10 @@ def _refuse(worker: int) -> None:
 
 
 def _freeze(worker: int) -> None:
-    import time
-
-    time.sleep(SHORT + 10)
+    THAW.wait(SHORT + 10)
 
 
+THAW = threading.Event()  # the server is no longer waited for
 FAULTS = {"dies": _die, "refuses": _refuse, "freezes": _freeze}
 
 

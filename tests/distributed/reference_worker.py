@@ -1,4 +1,4 @@
-"""Under torchrun: the reference policy's log-probs, and the policy's gradients after its pass, in pairs of layouts."""
+"""On ranks: the reference policy's log-probs, and the policy's gradients after its pass, in pairs of layouts."""
 
 import json
 import sys

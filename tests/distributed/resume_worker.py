@@ -1,4 +1,4 @@
-"""Under torchrun: a resumed run against the one that went on, in the same layout and in others."""
+"""On ranks: a resumed run against the one that went on, in the same layout and in others."""
 
 import json
 import sys
@@ -93,7 +93,7 @@ def config_of(case: dict[str, Any], layout: dict[str, Any], save_every: int | No
         case["model"],
         run={"dir": case["dir"], "save_every": save_every},
         parallel=layout,
-        training={"precision": case["precision"]},
+        training={"precision": case["precision"], "micro_batch_tokens": 192},
         optimizer=optimizer,
         **(ppo if case.get("critic") else {}),
     )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 
 WORKER = "tests.distributed.context_worker"
 # Of the norm of the output and of each gradient, summed over all ranks.
@@ -62,8 +62,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
-    return {ranks: torchrun(ranks, WORKER, {"cases": c}, tmp_path_factory.mktemp("cp")) for ranks, c in CASES.items()}
+def outcomes(run_ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
+    return {ranks: run_ranks(ranks, WORKER, {"cases": c}, tmp_path_factory.mktemp("cp")) for ranks, c in CASES.items()}
 
 
 @pytest.mark.parametrize(

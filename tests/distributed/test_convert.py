@@ -1,4 +1,4 @@
-"""Conversions under torchrun, and models on real ranks from checkpoints that were converted for others."""
+"""Conversions shared by ranks, and models on real ranks from checkpoints that were converted for others."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.models.checkpoint_keys import stored_parameter
 from tests.checkpoints import files_of, random_checkpoint
 from tests.distributed.convert_worker import stored
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -75,7 +75,9 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def four(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def four(
+    run_ranks: Launcher, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     """What four processes make, and what they found wrong in each layout."""
     folder = tmp_path_factory.mktemp("four")
     cases = []
@@ -84,7 +86,7 @@ def four(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> t
         places = {"hf": str(models[family]), "out": str(folder / f"case {i}"), "other": str(folder / f"other {i}")}
         cases.append({"name": name, "layout": layout, **places})
     job = {"conversions": conversions(models, folder), "layouts": cases}
-    return folder, torchrun(4, "tests.distributed.convert_worker", job, folder)
+    return folder, run_ranks(4, "tests.distributed.convert_worker", job, folder)
 
 
 class StopError(Exception):
@@ -108,13 +110,13 @@ def begin(hf: Path, out: Path, layout: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(run_ranks: Launcher, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes make; the first conversion of one family was begun by a single one."""
     folder = tmp_path_factory.mktemp("two")
     family, (first, _) = CONVERSIONS[0]
     begin(models[family], folder / family / "megatron", first)
     job = {"conversions": conversions(models, folder), "layouts": []}
-    torchrun(2, "tests.distributed.convert_worker", job, folder)
+    run_ranks(2, "tests.distributed.convert_worker", job, folder)
     return folder
 
 

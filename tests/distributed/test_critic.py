@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 from tests.models import tiny_model
 
 WORKER = "tests.distributed.critic_worker"
@@ -47,7 +47,7 @@ NAMES = [(family, name) for family, layouts in LAYOUTS.items() for name in layou
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcome(run_ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("critic")
     references: list[Case] = []
     cases: list[Case] = []
@@ -69,8 +69,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         }
         for i, (name, (family, precision, layout)) in enumerate(RESUMED.items())
     ]
-    found = torchrun(1, WORKER, {"cases": references}, folder)
-    return found | torchrun(4, WORKER, {"cases": cases}, folder, timeout=420)
+    found = run_ranks(1, WORKER, {"cases": references}, folder)
+    return found | run_ranks(4, WORKER, {"cases": cases}, folder, timeout=420)
 
 
 @pytest.mark.parametrize("family", LAYOUTS)

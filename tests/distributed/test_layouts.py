@@ -1,14 +1,16 @@
 """Law 1: the same batch and weights give the same numbers in every layout. Law 6: r = 1 at the start.
 
-The layouts of one number of ranks share a torchrun, whose start costs more than they do.
+The layouts of one number of ranks run in the same processes.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 from tests.distributed.layout_worker import OBJECTIVES, ON_POLICY
 from tests.models import smollm2, tiny_model
 
@@ -160,8 +162,8 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """All layouts of the tiny models, three torchruns."""
+def outcome(run_ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """All layouts of the tiny models."""
     folder = tmp_path_factory.mktemp("layouts")
     cases: dict[int, list[Case]] = {1: [], 2: [], 4: []}
     for family, by_ranks in FAMILIES.items():
@@ -184,16 +186,16 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         "export": True,
     }
     cases[2].append(exported)
-    return run_all(cases, folder)
+    return run_all(run_ranks, cases, folder)
 
 
 EXPORT = "export in bf16"
 
 
-def run_all(cases: dict[int, list[Case]], folder: Path) -> Outcome:
+def run_all(run_ranks: Launcher, cases: dict[int, list[Case]], folder: Path) -> Outcome:
     found: Outcome = {}
     for ranks, layouts in sorted(cases.items()):
-        found |= torchrun(ranks, WORKER, {"cases": layouts}, folder, timeout=420)
+        found |= run_ranks(ranks, WORKER, {"cases": layouts}, folder, timeout=420)
     return found
 
 
@@ -244,10 +246,22 @@ def test_export_keeps_fp32_what_the_model_keeps_fp32(outcome: Outcome) -> None:
     assert 0 < max(errors.values()) < 2**-8
 
 
-def test_smollm2(tmp_path: Path) -> None:
-    """The real model, with 9 heads and 3 KV heads; in fp64, because its activations reach 23,000."""
+def first_layers(model: Path, layers: int, folder: Path) -> Path:
+    """A Llama model that ends after so many layers, in a new folder."""
+    config = json.loads((model / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    left_out = tuple(f"model.layers.{layer}." for layer in range(layers, config["num_hidden_layers"]))
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_smollm2(run_ranks: Launcher, tmp_path: Path) -> None:
+    """A real model, with 9 heads and 3 KV heads; in fp64, because its activations reach 23,000: from layer 12 on."""
     common = {
-        "model": str(smollm2()),
+        "model": str(first_layers(smollm2(), 12, tmp_path / "model")),
         "reference": str(tmp_path / "reference.safetensors"),
         "training": {"log_prob_chunk": 64},
         "prompts": 2,
@@ -259,6 +273,6 @@ def test_smollm2(tmp_path: Path) -> None:
         2: [common | {"name": "CP2", "parallel": CP2}],
         3: [common | {"name": "TP3", "parallel": {"tensor": 3}}],
     }
-    outcome = run_all(cases, tmp_path)
+    outcome = run_all(run_ranks, cases, tmp_path)
     for name in ("CP2", "TP3"):
         check(outcome, name, "reference")

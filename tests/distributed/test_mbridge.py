@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 from tests.models import tiny_model
 
 pytest.importorskip("mbridge", reason="mbridge, the conversion to compare with, is not installed")
@@ -21,13 +21,13 @@ CASES = [f"{family} {layout}" for family in MODELS for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcome(run_ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("mbridge")
     cases = []
     for family, tied in MODELS.items():
         model = str(tiny_model(folder / family, family, tied=tied, vocab=192))
         cases += [{"name": f"{family} {n}", "model": model, "parallel": layout} for n, layout in LAYOUTS.items()]
-    return torchrun(2, "tests.distributed.mbridge_worker", {"cases": cases}, folder)
+    return run_ranks(2, "tests.distributed.mbridge_worker", {"cases": cases}, folder)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.timeout(640)
@@ -43,7 +43,7 @@ SAME_HOST = ("PP2 VPP2 -> TP4", "TP2 PP2 EP2 -> TP2 PP2", "EP2 ETP2 -> EP2")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(run_ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("push")
     cases: list[dict[str, Any]] = []
     for name, (family, tied, parallel, server, dtype) in CASES.items():
@@ -55,7 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         server = {key: 2 if key == "tensor" else value for key, value in case["server"].items() if key != "pipeline"}
         cases.append(case | {"name": f"{case['name']}, same host", "server": server, "same_host": True})
     job = {"cases": cases, "faults": cases[0]}
-    return torchrun(4, "tests.distributed.push_worker", job, folder, timeout=600)
+    return run_ranks(4, "tests.distributed.push_worker", job, folder, timeout=600)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 from tests.models import tiny_model
 
 WORKER = "tests.distributed.reference_worker"
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcome(run_ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All pairs, after those of one rank, whose log-probs count as right."""
     folder = tmp_path_factory.mktemp("references")
     families = {family for family, _, _ in CASES.values()}
@@ -50,7 +50,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         common[family] | {"name": name, "policy": policy, "reference": reference}
         for name, (family, policy, reference) in CASES.items()
     ]
-    return torchrun(1, WORKER, {"cases": single}, folder) | torchrun(4, WORKER, {"cases": pairs}, folder, timeout=420)
+    return run_ranks(1, WORKER, {"cases": single}, folder) | run_ranks(4, WORKER, {"cases": pairs}, folder, timeout=420)
 
 
 @pytest.mark.parametrize("name", CASES)

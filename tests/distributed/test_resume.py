@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dapo_megatron.checkpoint.megatron import MegatronCheckpoint
 from dapo_megatron.run_state.store import state_path
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import Launcher
 from tests.distributed.resume_worker import EXPECTED, everything, start
 from tests.models import tiny_model
 
@@ -73,7 +73,7 @@ def moves(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def outcome(folder: Path, moves: list[dict[str, Any]]) -> dict[str, Any]:
+def outcome(run_ranks: Launcher, folder: Path, moves: list[dict[str, Any]]) -> dict[str, Any]:
     models = {
         family: str(tiny_model(folder / family, family, vocab=151)) for family in ("qwen3", "qwen3_moe", "deepseek_v3")
     }
@@ -87,7 +87,7 @@ def outcome(folder: Path, moves: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for i, (name, (family, precision, layout)) in enumerate(CASES.items())
     ]
-    return torchrun(2, "tests.distributed.resume_worker", {"cases": cases, "moves": moves}, folder)
+    return run_ranks(2, "tests.distributed.resume_worker", {"cases": cases, "moves": moves}, folder)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.launch import Launcher
 from tests.distributed.test_layouts import (
     CP2,
     EP2,
@@ -47,8 +48,8 @@ REFERENCES = [*LAYOUTS, OFF]
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """One torchrun of a single rank, one of four."""
+def outcome(run_ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """On a single rank and on four."""
     folder = tmp_path_factory.mktemp("router_replay")
     models = {f: str(tiny_model(folder / f, f, tied=f == "qwen3_moe")) for f in ("qwen3_moe", "deepseek_v3")}
     cases: dict[int, list[Case]] = {1: [], 4: []}
@@ -64,7 +65,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         for layout, (parallel, training) in LAYOUTS.get(name, {}).items():
             case = {"name": f"{name}, {layout}", "parallel": parallel}
             cases[4].append(common | case | {"training": training | {"router_replay": replayed}})
-    return run_all(cases, folder)
+    return run_all(run_ranks, cases, folder)
 
 
 @pytest.mark.parametrize("name", [f"{group}, {layout}" for group, layouts in LAYOUTS.items() for layout in layouts])

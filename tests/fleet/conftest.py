@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ import torch
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.rollout.server import Server, start_server, stop_server, wait_until_healthy
-from tests.fleet.tiny import load, write_tiny_model
+from tests.fleet.tiny import load, weights, write_tiny_model
+from tests.pushing import Push, plan_of
+
+if TYPE_CHECKING:
+    from dapo_megatron.trainer.parallel import Layout
 
 MAX_MODEL_LEN = 256
 LEAST_SHARE, MOST_SHARE = 0.15, 0.85
@@ -68,6 +73,38 @@ def running(
         yield RunningServer(server, token, tiny_model)
     finally:
         stop_server(server)
+
+
+@pytest.fixture(scope="module")
+def restored(running: RunningServer) -> Iterator[RunningServer]:
+    """The shared server, which afterwards has the weights of its folder again."""
+    yield running
+    restore = Push(plan_of(running.model), [(running.url, running.token)])
+    try:
+        restore.connect()
+        restore(weights(load(running.model)), 0)
+    finally:
+        restore.close()
+
+
+@pytest.fixture(scope="module")
+def borrowed(restored: RunningServer, tiny_fleet: FleetConfig) -> Iterator[list[str]]:
+    """Overrides of a run that trains with the shared server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tiny_fleet.token_env, restored.token)
+        yield ["fleet.mode=external", f"fleet.urls=[{restored.url}]"]
+
+
+@pytest.fixture(scope="module")
+def layout() -> "Iterator[Layout]":
+    """A world of this process alone."""
+    import torch.distributed as dist
+
+    from dapo_megatron.config.training import ParallelConfig
+    from dapo_megatron.trainer import parallel
+
+    yield parallel.initialize(ParallelConfig.model_validate({}), seed=1, threads=1)
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,15 @@ STEPS, BOUND = 4, 2
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_asynchronous_run(tiny_model: Path, task: Path, tiny_fleet: FleetConfig, tmp_path: Path) -> None:
+def test_asynchronous_run(
+    tiny_model: Path, task: Path, tiny_fleet: FleetConfig, borrowed: list[str], tmp_path: Path
+) -> None:
     """Answers are ended and continued around every push, and those that were not needed go on later."""
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(sections(tiny_model, task, tiny_fleet, tmp_path / "run")))
     pipeline = ["rollout.pipeline=async", f"rollout.max_staleness={BOUND}", "rollout.partial_rollouts=resume"]
     correction = ["algorithm.rollout_correction.mode=tis", "algorithm.rollout_correction.max_token_staleness=1"]
-    train(config, f"run.steps={STEPS}", "evaluation.data=null", "run.export=false", *pipeline, *correction)
+    train(config, f"run.steps={STEPS}", "evaluation.data=null", "run.export=false", *borrowed, *pipeline, *correction)
 
     steps = [record for record in read_metrics(tmp_path / "run") if not record["skipped"]]
     assert max(record["staleness_max"] for record in steps) <= BOUND

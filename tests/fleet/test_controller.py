@@ -4,17 +4,20 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from torch import Tensor
 
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.run import Config
 from dapo_megatron.data.tokenizer import Tokenizer
+from dapo_megatron.models.parameters import Parameter
 from dapo_megatron.rollout.client import ServerClient
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.handle import ControllerError, RemoteRollouts, Replay, StopRun, open_rollouts
@@ -25,9 +28,12 @@ from dapo_megatron.rollout.requests import Server
 from dapo_megatron.rollout.sampler import Progress
 from dapo_megatron.rollout.work import RolloutWork, load_data
 from dapo_megatron.rollout.worker import open_engine
+from dapo_megatron.sync.plan import TransferPlan
+from dapo_megatron.sync.server_admin import ServerError
 from tests.fleet.conftest import MAX_MODEL_LEN, RunningServer
-from tests.fleet.tiny import load, log_probs
+from tests.fleet.tiny import load, log_probs, weights
 from tests.processes import descendants, gone_within
+from tests.pushing import Push, TensorSource, plan_of
 
 MAX_TOKENS = 200
 
@@ -176,8 +182,25 @@ def managed(
         yield rollouts
 
 
+class Lethal(TensorSource):
+    """The weights of a model, and the death of `victims` when those in the middle of the push are asked for."""
+
+    def __init__(self, model: Path, plan: TransferPlan, victims: Sequence[int]) -> None:
+        super().__init__(weights(load(model)))
+        self._row, self._victims = plan.turns[len(plan.turns) // 2].rows[0], victims
+        self.killed_at = 0.0
+
+    def gather(self, row: Parameter) -> list[Tensor]:
+        if row is self._row:
+            self.killed_at = time.monotonic()
+            for pid in self._victims:
+                os.kill(pid, signal.SIGKILL)
+        return super().gather(row)
+
+
 @pytest.mark.timeout(300)
-def test_a_run_from_start_to_a_server_that_dies(managed: RemoteRollouts, tiny_model: Path) -> None:
+def test_a_run_from_start_to_a_server_that_dies_during_a_push(managed: RemoteRollouts, tiny_model: Path) -> None:
+    """Who pushes is told at once which server it was, and the run ends for want of servers."""
     assert managed._process is not None
     controller = managed._process.process
     managed.wait_ready(quiet)
@@ -196,7 +219,17 @@ def test_a_run_from_start_to_a_server_that_dies(managed: RemoteRollouts, tiny_mo
 
     processes = descendants(controller.pid)
     assert processes
-    os.kill(processes[0], signal.SIGKILL)
+    plan = plan_of(tiny_model)
+    lethal, push = Lethal(tiny_model, plan, processes), Push(plan, [(server.url, server.token)], timeout=60)
+    try:
+        push.connect()
+        push.pusher._sender._source = lethal
+        with pytest.raises(ServerError, match=f"server {server.url}: POST /update_weights failed") as caught:
+            push.pusher.push(1)
+        assert caught.value.url == server.url
+        assert time.monotonic() - lethal.killed_at < 10
+    finally:
+        push.close()
     managed.begin(2, 0, 0)
     with pytest.raises(ControllerError, match=r"(?s)no vLLM server is left.*vLLM server_0: it ended with code -9"):
         managed.wait(2, quiet, nobody)

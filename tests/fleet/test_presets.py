@@ -1,7 +1,7 @@
 """Every preset trains, end to end: real answers, rewards by a function of the user's, real Megatron, real pushes.
 
 The runs share the server of these tests, so that each takes seconds: what a controller does, `SharedRollouts` does in
-this process. The one at the end is started as a user starts it.
+this process.
 """
 
 import asyncio
@@ -9,22 +9,19 @@ import json
 import math
 import shutil
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import pytest
 import torch
-import torch.distributed as dist
-import yaml
 from safetensors.torch import load_file
 
 from dapo_megatron import train as training_loop
 from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.config.preset import preset_names
 from dapo_megatron.config.run import Config
-from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.data.tokenizer import Tokenizer
 from dapo_megatron.monitoring.metrics import Record, read_metrics
 from dapo_megatron.rollout.blocks import BatchTokens, select
@@ -40,10 +37,6 @@ from dapo_megatron.sync.server_admin import ServerAdmin
 from dapo_megatron.trainer import parallel
 from dapo_megatron.types import BatchHeader, Int32, TokenBlock
 from tests.fleet.conftest import RunningServer
-from tests.fleet.test_run import RUN_SECONDS
-from tests.fleet.test_run import train as train_by_command
-from tests.fleet.tiny import load, weights
-from tests.pushing import Push, plan_of
 
 STEPS = 2
 PROMPTS, SAMPLES = 4, 8
@@ -129,25 +122,6 @@ class SharedRollouts:
 
 
 @pytest.fixture(scope="module")
-def layout() -> Iterator[parallel.Layout]:
-    """A world of this process alone."""
-    yield parallel.initialize(ParallelConfig.model_validate({}), seed=1, threads=1)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def restored(running: RunningServer) -> Iterator[RunningServer]:
-    """The shared server, which afterwards has the weights of its folder again."""
-    yield running
-    restore = Push(plan_of(running.model), [(running.url, running.token)])
-    try:
-        restore.connect()
-        restore(weights(load(running.model)), 0)
-    finally:
-        restore.close()
-
-
-@pytest.fixture(scope="module")
 def sections(
     tiny_model: Path, task: Path, tiny_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any]]:
@@ -219,16 +193,20 @@ def test_a_preset_trains(
     assert summary["updates"] == STEPS * config.responses_per_step // config.training.mini_batch
 
 
-@pytest.mark.timeout(RUN_SECONDS + 60)
 def test_a_resumed_run_with_a_critic_ends_with_the_same_weights(
-    sections: Callable[..., dict[str, Any]], layout: parallel.Layout, tmp_path: Path
+    sections: Callable[..., dict[str, Any]],
+    restored: RunningServer,
+    layout: parallel.Layout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Started by the command, with a server of its own; then, from the state of step 2, its last batch once more."""
+    """From the state of step 2, its last batch once more."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = sections("ppo", whole, steps=3)
     run["run"]["save_every"] = 2
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(run))
-    train_by_command(tmp_path / "config.yaml")
+    with monkeypatch.context() as patch:
+        patch.setattr(training_loop, "open_rollouts", lambda config, *_: SharedRollouts(config, restored))
+        training_loop.train(Config.model_validate(run), layout)
     saved = state_path(parts, 2)
     shutil.copytree(state_path(whole, 2), saved)
     (state_dir(parts) / "latest").write_text(saved.name)

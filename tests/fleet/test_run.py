@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,10 +24,14 @@ from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.monitoring.metrics import read_metrics
 from dapo_megatron.rollout.journal import Journal
 from dapo_megatron.run_state.store import latest_state
-from tests.fleet.conftest import write_task
+from tests.distributed.launch import Launcher
+from tests.fleet.conftest import START_SECONDS, write_task
 from tests.fleet.tiny import load, log_probs, write_tiny_model
 from tests.models import REPOSITORY
 from tests.processes import descendants, gone_within
+
+if TYPE_CHECKING:
+    from dapo_megatron.trainer.parallel import Layout
 
 STEPS = 4
 RUN_SECONDS = 300
@@ -124,16 +128,15 @@ def test_summary_tells_what_was_reached(recorded: Path) -> None:
     assert summary["peak_memory_gb"] > 0.5
 
 
-def test_exported_model_is_the_policy(recorded: Path, config_path: Path) -> None:
+def test_exported_model_is_the_policy(recorded: Path, config_path: Path, layout: "Layout") -> None:
     """transformers alone computes the trained policy's log-probs."""
     from dapo_megatron.rollout.blocks import select
     from dapo_megatron.run_state.checkpoint import RunState
-    from dapo_megatron.trainer import parallel
     from dapo_megatron.trainer.batching import build_batch, plan_batch
     from dapo_megatron.trainer.policy import Policy
 
     config = Config.model_validate(yaml.safe_load(config_path.read_text()))
-    policy = Policy(config, parallel.initialize(config.parallel, seed=1, threads=1))
+    policy = Policy(config, layout)
     assert RunState(config, policy).restore()
     header, tokens = Journal(recorded / "rollouts").read(STEPS)
     block = select(header, tokens, np.arange(header.num_responses, dtype=np.int32))
@@ -148,83 +151,39 @@ def test_exported_model_is_the_policy(recorded: Path, config_path: Path) -> None
             torch.testing.assert_close(ours[i : i + 1], theirs, atol=1e-4, rtol=0)
 
 
+def replay(config_path: Path, recorded: Path, run_dir: Path, *overrides: str) -> None:
+    """The recorded run once more, in this process."""
+    from dapo_megatron.config.load import load_config
+    from dapo_megatron.train import train
+    from dapo_megatron.trainer import parallel
+
+    config = load_config(
+        str(config_path), [f"rollout.replay={recorded / 'rollouts'}", f"run.dir={run_dir}", *overrides]
+    )
+    train(config, parallel.initialize(config.parallel, config.run.seed, config.training.threads))
+
+
+@pytest.mark.usefixtures("layout")
 def test_replay_reproduces_the_weights(recorded: Path, config_path: Path, tmp_path: Path) -> None:
-    train(config_path, f"rollout.replay={recorded / 'rollouts'}", f"run.dir={tmp_path}")
+    replay(config_path, recorded, tmp_path)
     assert weights(tmp_path) == weights(recorded)
 
 
+@pytest.mark.usefixtures("layout")
 def test_resumed_run_ends_with_the_same_weights(recorded: Path, config_path: Path, tmp_path: Path) -> None:
     """Stopped after step 3 by its own end, then continued."""
-    overrides = [f"rollout.replay={recorded / 'rollouts'}", f"run.dir={tmp_path}"]
-    train(config_path, *overrides, "run.steps=3")
+    replay(config_path, recorded, tmp_path, "run.steps=3")
     assert weights(tmp_path) != weights(recorded)
-    train(config_path, *overrides)
+    replay(config_path, recorded, tmp_path)
     assert weights(tmp_path) == weights(recorded)
     assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, STEPS + 1))
 
 
-def test_resume_in_bf16_over_tensor_parallel_ranks(recorded: Path, config_path: Path, tmp_path: Path) -> None:
-    common = [f"rollout.replay={recorded / 'rollouts'}", "training.precision=bf16", "parallel.tensor=2"]
-    train(config_path, *common, f"run.dir={tmp_path / 'whole'}", ranks=2)
-    train(config_path, *common, f"run.dir={tmp_path / 'parts'}", "run.steps=2", ranks=2)
-    train(config_path, *common, f"run.dir={tmp_path / 'parts'}", ranks=2)
-    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["parallel.tensor=2", "parallel.sequence=true"],
-        ["parallel.context=2", "algorithm.loss=gspo", "algorithm.aggregation=sequence_mean"],
-    ],
-    ids=" ".join,
-)
-def test_weights_of_a_split_model_reach_the_servers(config_path: Path, tmp_path: Path, layout: list[str]) -> None:
-    """The proof at the start of every run (law 3) and the log-probs of every answer hold with two ranks."""
-    train(config_path, f"run.dir={tmp_path}", "run.steps=2", "evaluation.data=null", *layout, ranks=2)
-    check_answers(tmp_path)
-
-
-def test_run_starts_from_a_megatron_checkpoint(config_path: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """One converted for two tensor-parallel ranks trains in two pipeline stages; its servers get all weights pushed."""
-    hf_to_megatron(tiny_model, tmp_path / "model", ParallelConfig(tensor=2))
-    folder = tmp_path / "run"
-    train(
-        config_path,
-        f"model.path={tmp_path / 'model'}",
-        f"run.dir={folder}",
-        "run.steps=2",
-        "evaluation.data=null",
-        "parallel.pipeline=2",
-        ranks=2,
-    )
-    check_answers(folder)
-    state = latest_state(folder)
-    assert state is not None
-    megatron_to_hf(state, tmp_path / "exported")
-    assert list(differences(tmp_path / "exported", folder / "hf")) == []
-    assert list(differences(tmp_path / "exported", tiny_model)) != []
-
-
-def test_experts_spread_over_ranks_reach_the_servers(tiny_fleet: FleetConfig, tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", experts=True)
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(sections(model, write_task(model, tmp_path), tiny_fleet, tmp_path / "run")))
-    train(config, "run.steps=2", "evaluation.data=null", "parallel.expert=2", ranks=2)
-    check_answers(tmp_path / "run")
-
-
-def check_answers(run_dir: Path) -> None:
-    """The servers' log-probs of every answer are the trainer's."""
-    for record in read_metrics(run_dir):
-        assert record["first_log_ratio"] == 0.0
-        assert record["rollout_diff_max"] < 1e-3
-
-
+@pytest.mark.usefixtures("layout")
 def test_killed_run_ends_with_the_same_weights(recorded: Path, config_path: Path, tmp_path: Path) -> None:
     """Killed outright once a state is saved; the launcher's death takes the ranks with it."""
-    overrides = [f"rollout.replay={recorded / 'rollouts'}", f"run.dir={tmp_path}", "run.save_every=1"]
-    with started(config_path, *overrides) as process:
+    overrides = [f"rollout.replay={recorded / 'rollouts'}", f"run.dir={tmp_path}"]
+    with started(config_path, *overrides, "run.save_every=1") as process:
         deadline = time.monotonic() + RUN_SECONDS
         while latest_state(tmp_path) is None:
             assert process.poll() is None or latest_state(tmp_path), process.communicate()[0]
@@ -233,8 +192,91 @@ def test_killed_run_ends_with_the_same_weights(recorded: Path, config_path: Path
         ranks = descendants(process.pid)
         process.kill()
         assert all(gone_within(pid, 45) for pid in ranks)
-    train(config_path, *overrides)
+    replay(config_path, recorded, tmp_path, "run.save_every=1")
     assert weights(tmp_path) == weights(recorded)
+
+
+SPLIT = {
+    "tensor": ["parallel.tensor=2", "parallel.sequence=true", "algorithm=ppo"],  # with a critic
+    "context": ["parallel.context=2", "algorithm.loss=gspo", "algorithm.aggregation=sequence_mean"],
+    "pipeline": ["parallel.pipeline=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(
+    run_ranks: Launcher,
+    recorded: Path,
+    config_path: Path,
+    borrowed: list[str],
+    tiny_fleet: FleetConfig,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The folder of runs that the same two ranks did one after another: to start ranks takes longer than any of them.
+
+    Those of SPLIT have the shared server. `experts` starts its own, from a Megatron checkpoint of another layout.
+    """
+    folder = tmp_path_factory.mktemp("two_ranks")
+    model = write_tiny_model(folder / "model", experts=True)
+    hf_to_megatron(model, folder / "converted", ParallelConfig(tensor=2))
+    experts = folder / "experts.yaml"
+    values = sections(folder / "converted", write_task(model, folder), tiny_fleet, folder / "experts")
+    experts.write_text(yaml.safe_dump(values))
+    bf16 = [f"rollout.replay={recorded / 'rollouts'}", "training.precision=bf16", "parallel.tensor=2"]
+    live = ["run.steps=2", "evaluation.data=null"]
+    jobs = [
+        [config_path, f"run.dir={folder / 'parts'}", *bf16, "run.steps=2"],
+        [config_path, f"run.dir={folder / 'whole'}", *bf16],
+        [config_path, f"run.dir={folder / 'parts'}", *bf16],
+        *([config_path, f"run.dir={folder / name}", *live, *borrowed, *layout] for name, layout in SPLIT.items()),
+        [experts, *live, "parallel.expert=2"],
+    ]
+    words = [[str(word) for word in job] for job in jobs]
+    run_ranks(2, "tests.fleet.train_worker", {"jobs": words}, folder, RUN_SECONDS)
+    return folder
+
+
+two_ranks = pytest.mark.timeout(START_SECONDS + 2 * RUN_SECONDS + 60)  # the first waits for all that it needs
+
+
+@two_ranks
+def test_resume_in_bf16_over_tensor_parallel_ranks(on_two_ranks: Path) -> None:
+    """Stopped after step 2, with another run in between."""
+    assert [record["step"] for record in read_metrics(on_two_ranks / "parts")] == list(range(1, STEPS + 1))
+    assert weights(on_two_ranks / "parts") == weights(on_two_ranks / "whole")
+
+
+@two_ranks
+@pytest.mark.parametrize("name", SPLIT)
+def test_weights_of_a_split_model_reach_the_servers(on_two_ranks: Path, tiny_model: Path, name: str) -> None:
+    """The proof at the start of every run (law 3) and the log-probs of every answer hold with two ranks."""
+    check_answers(on_two_ranks / name)
+    check_state(on_two_ranks / name, tiny_model)
+
+
+@two_ranks
+def test_experts_spread_over_ranks_reach_the_servers(on_two_ranks: Path) -> None:
+    """From a checkpoint converted for two tensor-parallel ranks; the servers, too, get all weights pushed."""
+    check_answers(on_two_ranks / "experts")
+    check_state(on_two_ranks / "experts", on_two_ranks / "model")
+
+
+def check_answers(run_dir: Path) -> None:
+    """The servers' log-probs of every answer are the trainer's."""
+    records = list(read_metrics(run_dir))
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record["first_log_ratio"] == 0.0
+        assert record["rollout_diff_max"] < 1e-3
+
+
+def check_state(run_dir: Path, model: Path) -> None:
+    """The saved state is the exported model, and not what it was at the start."""
+    state = latest_state(run_dir)
+    assert state is not None
+    megatron_to_hf(state, run_dir / "converted")
+    assert list(differences(run_dir / "converted", run_dir / "hf")) == []
+    assert list(differences(run_dir / "converted", model)) != []
 
 
 @pytest.mark.parametrize("moment", ["servers start", "training"])

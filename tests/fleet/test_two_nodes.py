@@ -45,11 +45,13 @@ def node(*arguments: str, **variables: str) -> Iterator["subprocess.Popen[str]"]
             process.wait()
 
 
-def test_two_nodes_train_together(tiny_model: Path, task: Path, tiny_fleet: FleetConfig, tmp_path: Path) -> None:
+def test_two_nodes_train_together(
+    tiny_model: Path, task: Path, tiny_fleet: FleetConfig, borrowed: list[str], tmp_path: Path
+) -> None:
     config = tmp_path / "config.yaml"
     run_dir = tmp_path / "run"
     config.write_text(yaml.safe_dump(sections(tiny_model, task, tiny_fleet, run_dir)))
-    arguments = [str(config), "run.steps=2", "evaluation.data=null"]
+    arguments = [str(config), "run.steps=2", "evaluation.data=null", *borrowed]
     variables = {"RDZV_ENDPOINT": f"{LOOPBACK}:{free_port(LOOPBACK)}", "RDZV_ID": "two-nodes"}
     with ExitStack() as nodes:
         agents = [nodes.enter_context(node(*arguments, **variables)) for _ in range(2)]

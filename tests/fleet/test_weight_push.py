@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +9,16 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from dapo_megatron.config.fleet import FleetConfig
 from dapo_megatron.rollout.client import ServerClient
 from dapo_megatron.rollout.requests import Generated, Sampling
-from dapo_megatron.rollout.server import start_server, stop_server, wait_until_healthy
 from dapo_megatron.sync.channel import Way
 from dapo_megatron.sync.delta import DeltaSender
 from dapo_megatron.sync.group import TransferGroup
-from dapo_megatron.sync.plan import ServerLayout, TransferPlan
+from dapo_megatron.sync.plan import TransferPlan
 from dapo_megatron.sync.server_admin import ServerAdmin, ServerError
-from tests.fleet.conftest import START_SECONDS, RunningServer
+from tests.fleet.conftest import RunningServer
 from tests.fleet.tiny import add_noise, load, log_probs, weights
-from tests.pushing import Push, exchanged, plan_of, renamed, without
+from tests.pushing import Push, plan_of, renamed, without
 
 PROBE = list(range(60, 150))  # longer than two blocks, so that the prefix cache can hit
 
@@ -222,53 +219,3 @@ def test_flipped_bit_of_a_change_is_caught(
     monkeypatch.setattr(sender._encoder, "encode", damaged)
     with pytest.raises(ServerError, match=r"tensor model\.\S+ arrived with hash"):
         push(weights(model), 2)
-
-
-@pytest.fixture
-def split_server(tiny_model: Path, tiny_fleet: FleetConfig, tmp_path: Path) -> Iterator[RunningServer]:
-    """A server of two tensor-parallel workers."""
-    token = "secret"
-    server = start_server(
-        model=str(tiny_model),
-        index=0,
-        port=None,
-        fleet=tiny_fleet.model_copy(update={"tensor": 2}),
-        max_model_len=128,
-        seed=1,
-        log_path=tmp_path / "server.log",
-        token=token,
-    )
-    try:
-        wait_until_healthy(server, START_SECONDS)
-        yield RunningServer(server, token, tiny_model)
-    finally:
-        stop_server(server)
-
-
-async def test_each_worker_of_a_split_server_gets_its_part(
-    split_server: RunningServer, model: Qwen2ForCausalLM
-) -> None:
-    """What vLLM reads of a tensor is what the plan sends; a plan that sends another part is caught."""
-    plan = plan_of(split_server.model, ServerLayout(2))
-    assert {bucket.group.workers for bucket in plan.buckets} == {(0,), (1,), (0, 1)}
-    push = Push(plan, [(split_server.url, split_server.token)], timeout=60)
-    swapped = Push(exchanged(plan), [(split_server.url, split_server.token)], timeout=60)
-    try:
-        push.connect()
-        for version in (1, 2):
-            add_noise(model, 0.1, seed=version)
-            assert difference(model, await probe(split_server)) > 1e-2
-            push(weights(model), version)
-            assert difference(model, await probe(split_server)) < 1e-4
-        push.close()
-        for version in (3, 4):  # what one worker says of the first must not be taken for an answer to the second
-            swapped.connect()
-            with pytest.raises(ServerError, match="was loaded with numbers that were not sent to this worker"):
-                swapped(weights(model), version)
-        swapped.close()
-        push.connect()
-        push(weights(model), 5)
-        assert difference(model, await probe(split_server)) < 1e-4
-    finally:
-        push.close()
-        swapped.close()

@@ -196,9 +196,17 @@ def test_read_run(tmp_path: Path) -> None:
 
 
 SUCCEEDS = (
-    "import pathlib, sys; from tests.unit.test_ablation import write_run; folder = pathlib.Path(sys.argv[1]); "
-    "write_run(folder); open(folder.parent / 'starts', 'a').write('x')"
+    "import pathlib, shutil, sys; folder = pathlib.Path(sys.argv[1]); "
+    "shutil.copytree(folder.parent / 'finished', folder, dirs_exist_ok=True); "
+    "open(folder.parent / 'starts', 'a').write('x')"
 )
+
+
+@pytest.fixture
+def finishes(tmp_path: Path) -> str:
+    """A program that leaves what a finished run does."""
+    write_run(tmp_path / "finished")
+    return SUCCEEDS
 
 
 def job(folder: Path, program: str, fingerprint: str = "1") -> Job:
@@ -209,32 +217,32 @@ def starts(tmp_path: Path) -> int:
     return len((tmp_path / "starts").read_text())
 
 
-def test_a_finished_run_is_not_run_again_unless_it_changed(tmp_path: Path) -> None:
-    first = job(tmp_path / "run", SUCCEEDS)
+def test_a_finished_run_is_not_run_again_unless_it_changed(finishes: str, tmp_path: Path) -> None:
+    first = job(tmp_path / "run", finishes)
     assert run_jobs([first], 1, 60) == []
     assert first.finished
     assert run_jobs([first], 1, 60) == []
     assert starts(tmp_path) == 1
-    changed = job(tmp_path / "run", SUCCEEDS, fingerprint="2")
+    changed = job(tmp_path / "run", finishes, fingerprint="2")
     assert not changed.finished
     assert run_jobs([changed], 1, 60) == []
     assert starts(tmp_path) == 2
     assert [run.figures["accuracy"] for run in finished_runs([first, changed])] == [0.75]
 
 
-def test_an_unfinished_run_starts_from_scratch(tmp_path: Path) -> None:
+def test_an_unfinished_run_starts_from_scratch(finishes: str, tmp_path: Path) -> None:
     write_run(tmp_path / "run")  # a summary, but not marked by the harness
     (tmp_path / "run" / "left").touch()
-    run = job(tmp_path / "run", SUCCEEDS)
+    run = job(tmp_path / "run", finishes)
     assert not run.finished
     run_jobs([run], 1, 60)
     assert run.finished
     assert not (tmp_path / "run" / "left").exists()
 
 
-def test_a_failing_run_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failing_run_is_reported_and_the_others_go_on(finishes: str, tmp_path: Path) -> None:
     fails = job(tmp_path / "fails", "print('what went wrong'); raise SystemExit(3)")
-    succeeds = job(tmp_path / "succeeds", SUCCEEDS)
+    succeeds = job(tmp_path / "succeeds", finishes)
     (failure,) = run_jobs([fails, succeeds], 1, 60)
     assert failure.job == fails
     assert failure.text() == "a, seed 1: ended with code 3\n    what went wrong"

@@ -1,5 +1,6 @@
 """The bytes of a push on the wire, and their hashes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_megatron.sync.buckets import BLOCK, fill_nan, has_nan, hashes, tensor_hash, views
+from dapo_megatron.sync.buckets import BLOCK, fill_nan, has_nan, hashes, views
 from dapo_megatron.sync.inbox import whole_tensor
 from dapo_megatron.sync.pusher import compare_hashes
 from dapo_megatron.sync.server_admin import ServerError
@@ -45,7 +46,8 @@ def test_stretches_of_mixed_dtypes_survive_the_wire(found: list[Stretch]) -> Non
         view.copy_(sent[-1])
     arrived = [view for _, view in views(received, buffer.clone())]
     assert all(map(equal, arrived, sent))
-    assert hashes(arrived) == hashes(sent)
+    for backend in ("gloo", "nccl"):
+        assert hashes(arrived, backend) == hashes(sent, backend)
 
 
 def test_groups_travel_once() -> None:
@@ -59,11 +61,26 @@ def test_groups_travel_once() -> None:
 
 # --- hashes ------------------------------------------------------------------------------------------------------
 
+
+def on_host(tensor: torch.Tensor) -> int:
+    (found,) = hashes([tensor], "gloo")
+    return found
+
+
+def on_device(tensor: torch.Tensor) -> int:
+    """What a GPU would compute, here on a processor."""
+    (found,) = hashes([tensor], "nccl")
+    return found
+
+
+both = pytest.mark.parametrize("tensor_hash", [on_host, on_device])
+Hash = Callable[[torch.Tensor], int]
 SIZES = [1, 7, 8, 9, 63, 64, 1000, 8 * BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 8, 8 * BLOCK + 13]
 
 
+@both
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_every_flipped_bit_changes_the_hash(nbytes: int) -> None:
+def test_every_flipped_bit_changes_the_hash(tensor_hash: Hash, nbytes: int) -> None:
     tensor = random_bytes(nbytes)
     due = tensor_hash(tensor)
     places = range(8 * nbytes) if nbytes <= 64 else [0, 8 * nbytes - 1, 4 * nbytes + 3, *range(7, 8 * nbytes, nbytes)]
@@ -74,7 +91,8 @@ def test_every_flipped_bit_changes_the_hash(nbytes: int) -> None:
     assert tensor_hash(tensor) == due
 
 
-def test_highest_bits_that_flip_together_change_the_hash() -> None:
+@both
+def test_highest_bits_that_flip_together_change_the_hash(tensor_hash: Hash) -> None:
     """Differences of 2^63 vanish with any pair of odd factors alike, but for one bit they are the whole sum."""
     words = torch.zeros(4, dtype=torch.int64)
     due = tensor_hash(words)
@@ -82,22 +100,25 @@ def test_highest_bits_that_flip_together_change_the_hash() -> None:
     assert tensor_hash(words) != due
 
 
+@both
 @pytest.mark.parametrize("distance", [1, 2, 64, BLOCK - 1, BLOCK, BLOCK + 1])
-def test_swapped_words_change_the_hash(distance: int) -> None:
+def test_swapped_words_change_the_hash(tensor_hash: Hash, distance: int) -> None:
     words = random_bytes(16 * BLOCK + 16).view(torch.int64)
     due = tensor_hash(words)
     words[[3, 3 + distance]] = words[[3 + distance, 3]]
     assert tensor_hash(words) != due
 
 
+@both
 @pytest.mark.parametrize("nbytes", [1, 8, 16, 1024, 8 * BLOCK])
-def test_truncated_and_padded_tensors_have_other_hashes(nbytes: int) -> None:
+def test_truncated_and_padded_tensors_have_other_hashes(tensor_hash: Hash, nbytes: int) -> None:
     zeros = torch.zeros(nbytes + 8, dtype=torch.uint8)
     found = {tensor_hash(zeros[:length]) for length in range(nbytes - 1, nbytes + 9)}
     assert len(found) == 10
 
 
-def test_hash_is_that_of_the_bytes_in_row_major_order() -> None:
+@both
+def test_hash_is_that_of_the_bytes_in_row_major_order(tensor_hash: Hash) -> None:
     tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     assert tensor_hash(tensor) == tensor_hash(tensor.view(torch.uint8).flatten())
     assert tensor_hash(tensor.t()) == tensor_hash(tensor.t().contiguous()) != tensor_hash(tensor)
@@ -105,15 +126,13 @@ def test_hash_is_that_of_the_bytes_in_row_major_order() -> None:
     assert tensor_hash(torch.tensor([0.0])) != tensor_hash(torch.tensor([-0.0]))
     shifted = random_bytes(33)[1:]
     assert tensor_hash(shifted) == tensor_hash(shifted.clone())
-    assert hashes([]) == []
+    assert hashes([], "gloo") == hashes([], "nccl") == []
 
 
-def test_hash_is_the_same_on_every_machine() -> None:
+@pytest.mark.parametrize(("tensor_hash", "due"), [(on_host, 13933062509920428870), (on_device, 7602808864563830870)])
+def test_hash_is_the_same_on_every_machine(tensor_hash: Hash, due: int) -> None:
     """Both sides of a push may have different versions of torch."""
-    assert tensor_hash(torch.arange(100_003, dtype=torch.int32)) == KNOWN_HASH
-
-
-KNOWN_HASH = 7602808864563830870
+    assert tensor_hash(torch.arange(100_003, dtype=torch.int32)) == due
 
 
 # --- stretches in whole tensors ----------------------------------------------------------------------------------

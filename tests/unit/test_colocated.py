@@ -157,7 +157,8 @@ async def test_servers_take_the_gpus_of_the_trainers_ranks(tmp_path: Path, monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(supervisor, "start", lambda *_, first_gpu, restarts: first_gpu)
     for mode, count, gpus in (("colocated", 2, [0, 2]), ("managed", 3, [4, 6])):
-        config = make_config(tmp_path, fleet={"mode": mode, "tensor": 2, "servers": 3})
+        fleet = {"mode": mode, "tensor": 2} | ({"servers": 3} if mode == "managed" else {})
+        config = make_config(tmp_path, fleet=fleet)
         made = supervisor.Supervisor(config, *[None] * 4)  # type: ignore[arg-type]
         assert made._count() == count
         assert list[Any](made._start(index, 0) for index in range(2)) == gpus

@@ -109,33 +109,51 @@ class Held:
 def test_every_legal_layout(family: str, model: Callable[..., Path]) -> None:
     """The shards of all ranks are those that the trainer's ranks load, and make up the tensors again."""
     source = HFSource(model(family))
-    read = [(item, *source.read(item)) for item in source.items()]
+    parameters = [Whole(item.row, *source.read(item)) for item in source.items()]
     layouts = list(legal_layouts(source.arch))
     assert len(layouts) == (90 if family in EXPERTS else 15)
     for parallel in layouts:
         boxes: list[tuple[str, tuple[int, ...]]] = []
-        for item, whole, tensors in read:
+        for item, parameter in zip(source.items(), parameters, strict=True):
             shelf = Shelf(source, parallel)
-            boxes += [(chunk.key, chunk.offset) for chunk in shelf.write(item, whole)]
+            boxes += [(chunk.key, chunk.offset) for chunk in shelf.write(item, parameter.whole)]
             assert set(shelf.held) <= set(range(shelf.placement.num_ranks))
-            check_shards(shelf, item.row, tensors)
+            check_shards(shelf, parameter)
         assert len(set(boxes)) == len(boxes)  # none lies where another does
 
 
-def check_shards(shelf: Shelf, row: Parameter, tensors: list[Tensor]) -> None:
-    rule, stored = row.rule, stored_parameter(row, shelf.arch)
-    ranks, stacked = shelf.placement.shards(row).ranks, len(stored.index)
-    reader = Held(dict(zip(row.hf_names, tensors, strict=True)))
+class Whole:
+    """A parameter, which makes up the tensors that it was read from, and the shards of it that ranks load."""
+
+    def __init__(self, row: Parameter, whole: Tensor, tensors: list[Tensor]) -> None:
+        self.row, self.whole = row, whole
+        assert all(torch.equal(a, b) for a, b in zip(merge_shards(row.rule, [whole]), tensors, strict=True))
+        self._reader = Held(dict(zip(row.hf_names, tensors, strict=True)))
+        self._loaded: dict[int, list[Tensor]] = {}
+
+    def loaded(self, ranks: int) -> list[Tensor]:
+        """The shards where it is split over so many ranks."""
+        if ranks not in self._loaded:
+            self._loaded[ranks] = [
+                load_shard(self.row.rule, self._reader, self.row.hf_names, i, ranks) for i in range(ranks)
+            ]
+        return self._loaded[ranks]
+
+
+def check_shards(shelf: Shelf, parameter: Whole) -> None:
+    row, rule = parameter.row, parameter.row.rule
+    stored, ranks = stored_parameter(row, shelf.arch), shelf.placement.shards(row).ranks
+    stacked = len(stored.index)
     padded = torch.full(rule.padded_shape(len(ranks)), torch.nan)
-    for i, rank in enumerate(ranks):
+    for rank, loaded in zip(ranks, parameter.loaded(len(ranks)), strict=True):
         parts = [tensor.view(tensor.shape[stacked:]) for _, tensor in shelf.held[rank]]
-        assert torch.equal(torch.cat(parts, rule.dim), load_shard(rule, reader, row.hf_names, i, len(ranks)))
+        assert torch.equal(torch.cat(parts, rule.dim), loaded)
         for (offset, _), part in zip(shelf.held[rank], parts, strict=True):
             assert offset[:stacked] == stored.index
             padded[tuple(slice(o, o + n) for o, n in zip(offset[stacked:], part.shape, strict=True))] = part
     whole, padding = padded.split([rule.shape[rule.dim], padded.shape[rule.dim] - rule.shape[rule.dim]], rule.dim)
     assert not padding.any()
-    assert all(torch.equal(a, b) for a, b in zip(merge_shards(rule, [whole]), tensors, strict=True))
+    assert torch.equal(whole, parameter.whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,6 @@
-"""Routing, failover, pushes and their races, on servers that follow a script."""
+"""Routing, failover and pushes, on servers that follow a script."""
 
 import asyncio
-import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -9,92 +8,11 @@ from typing import Any
 
 import pytest
 
-from dapo_megatron.config.fleet import FleetConfig
-from dapo_megatron.rollout.fleet import Answer, AnswerGroup, Fleet
-from dapo_megatron.rollout.generation import GroupGenerator
 from dapo_megatron.rollout.members import VersionError
-from dapo_megatron.rollout.records import Records, read_records
-from dapo_megatron.rollout.requests import Generated, RequestError, Sampling
-from dapo_megatron.rollout.sampler import GroupFailedError, GroupRequest
-from dapo_megatron.types import Prompt, Sample
-from tests.scripted_engine import STOP, ScriptedEngine, ScriptedServer, script
+from dapo_megatron.rollout.requests import RequestError
+from dapo_megatron.types import Sample
+from tests.scripted_world import RETRIES, SAMPLING, World
 from tests.virtual_time import run_virtually
-
-SAMPLING = Sampling(max_tokens=30, stop_token_ids=(STOP,))
-RETRIES = 4
-
-
-class World:
-    """A fleet of scripted servers, and what happens to it."""
-
-    def __init__(self, folder: Path, seed: int = 0, servers: int = 2, failing: float = 0.0, **config: Any) -> None:
-        self.rng = random.Random(seed)
-        self.engine = ScriptedEngine(self.rng, failing)
-        self.folder = folder
-        self.version = 1
-        self.suspects: list[tuple[str, str]] = []
-        settings = {"request_retries": RETRIES, "stall_timeout": 20.0, "health_every": 2.0} | config
-        self.fleet = Fleet(
-            self.engine, FleetConfig.model_validate(settings), Records(folder), self.engine.connect, pause=0.1
-        )
-        self.fleet.on_suspect = self._suspect
-        self.urls = 0
-        for number in range(servers):
-            self.start(f"s{number}")
-
-    def _suspect(self, id: str, reason: str) -> None:
-        self.suspects.append((id, reason))
-
-    def start(self, id: str, ready: bool = True) -> ScriptedServer:
-        self.urls += 1
-        server = self.engine.start(id, f"http://{id}:{self.urls}")
-        server.version = self.version if ready else None
-        self.fleet.add(server.server, server.version)
-        return server
-
-    def server(self, id: str) -> ScriptedServer:
-        """The newest of this name."""
-        return [server for server in self.engine.servers.values() if server.server.id == id][-1]
-
-    def group(self, prompt: int = 7, size: int = 4, draw: int = 0) -> AnswerGroup:
-        return AnswerGroup(draw, Prompt(prompt, (prompt, 1), ""), size, SAMPLING)
-
-    def answers(self, group: AnswerGroup) -> list["asyncio.Task[Sample]"]:
-        return [
-            asyncio.create_task(self.fleet.answer(Answer(group, index, f"p{group.prompt.id}-{index}")))
-            for index in range(group.size)
-        ]
-
-    async def push(self, mode: Any, lost: str | None = None) -> None:
-        await self.fleet.hold(mode)
-        await asyncio.sleep(self.rng.random() * 3)
-        if lost is not None:
-            self.fleet.remove(lost, "it was late in a push")
-        self.version += 1
-        ids = {member.id for member in self.fleet.members()}
-        for id in ids:
-            self.server(id).version = self.version
-        self.fleet.release(self.version, ids)
-
-    def check(self, sample: Sample, prompt: int = 7) -> None:
-        """It is exactly what the script says, and no token is said to be newer than it is."""
-        ids, versions = sample.token_ids.tolist(), sample.versions.tolist()
-        assert ids == script(prompt, ids[0])
-        true = -sample.log_probs
-        assert (sample.versions <= true).all()
-        assert versions == sorted(versions)
-        assert sample.versions.min() >= 1
-
-    async def settled(self) -> None:
-        """Nothing is left running or counted."""
-        await self.fleet.close()
-        for member in self.fleet.members():
-            assert (member.answers, member.tokens, member.oldest, member.quiet) == (0, 0, None, None)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    def attempts(self) -> list[dict[str, Any]]:
-        return [record for record in read_records(self.folder) if record["kind"] == "attempt"]
-
 
 Scenario = Callable[[World], Awaitable[None]]
 
@@ -351,22 +269,6 @@ def test_answer_longer_than_expected_still_counts(play: Play) -> None:
     play(scenario, servers=1)
 
 
-def test_end_leaves_no_server_paused(play: Play) -> None:
-    async def scenario(world: World) -> None:
-        tasks = [task for prompt in range(2) for task in world.answers(world.group(prompt))]
-        await asyncio.sleep(2)
-        await world.fleet.hold("keep")
-        world.fleet.remove("s1", "late in a push")
-        world.server("s1").frozen = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await world.fleet.close()
-        assert [server.moving.is_set() for server in world.engine.servers.values()] == [True, False]
-
-    play(scenario)
-
-
 def test_success_forgives_failures(play: Play) -> None:
     async def scenario(world: World) -> None:
         for _ in range(4):
@@ -467,96 +369,3 @@ def test_cancelled_answer_leaves_nothing(play: Play) -> None:
         await world.fleet.hold("wait")
 
     assert {record["ended"] for record in play(scenario).attempts()} == {"aborted"}
-
-
-@pytest.mark.parametrize("block", range(8))
-def test_nothing_is_lost_or_doubled_whatever_happens_when(tmp_path: Path, block: int) -> None:
-    """Failures, deaths, hangs, restarts, pushes and cancelled groups in random order; 25 schedules in each block."""
-    for seed in range(block * 25, block * 25 + 25):
-        run_virtually(_chaos(tmp_path / str(seed), seed))
-
-
-async def _chaos(folder: Path, seed: int) -> None:
-    world = World(folder, seed, servers=3, failing=0.01)
-    stop = asyncio.Event()
-    events = asyncio.create_task(_events(world, stop))
-    generate = GroupGenerator(world.fleet, SAMPLING, watchdog_after=1e6, resume=True)
-    groups = await asyncio.gather(*(_group(world, generate, prompt) for prompt in range(8)))
-    stop.set()
-    await events
-    firsts = [sample.token_ids[0] for group in groups for sample in group]
-    assert len(firsts) == len(set(firsts)), "an answer was counted twice"
-    assert max(world.engine.failures.values(), default=0) <= RETRIES + 1
-    await world.settled()
-    finished: dict[tuple[int, str], int] = defaultdict(int)
-    for record in world.attempts():
-        finished[record["draw"], record["request"].rpartition("-")[0]] += record["ended"] == "finished"
-    assert max(finished.values()) == 1
-
-
-async def _group(world: World, generate: GroupGenerator, prompt: int) -> list[Sample]:
-    """A group, cancelled and taken up again a few times on its way."""
-    await asyncio.sleep(world.rng.random() * 10)
-    finished: dict[int, Sample] = {}
-    partial: dict[int, Generated] = {}
-    while True:
-        given, parts = dict(finished), dict(partial)
-        partial.clear()
-        request = GroupRequest(
-            prompt, Prompt(prompt, (prompt, 1), ""), 4, finished.__setitem__, partial.__setitem__, given, parts
-        )
-        task = asyncio.ensure_future(generate(request))
-        if world.rng.random() < 0.4:
-            await asyncio.wait([task], timeout=world.rng.random() * 10)
-            task.cancel()
-        await asyncio.wait([task])
-        if task.cancelled():
-            assert given.items() <= finished.items()
-            left = partial | finished
-            assert len(left) == len(partial) + len(finished)
-            # Nothing that had arrived may be missing.
-            assert all(len(part.token_ids) <= len(left[place].token_ids) for place, part in parts.items())
-        elif isinstance(task.exception(), GroupFailedError):
-            finished, partial = {}, {}  # the sampler would drop it
-        else:
-            samples = task.result()
-            assert samples == tuple(finished[place] for place in range(4))
-            for sample in samples:
-                world.check(sample, prompt)
-            return list(samples)
-
-
-async def _events(world: World, stop: asyncio.Event) -> None:
-    rng = world.rng
-    while not stop.is_set():
-        await asyncio.sleep(rng.random() * 4)
-        id = f"s{rng.randrange(3)}"
-        what = rng.choice(["push", "push", "lost push", "die", "hang", "slip away"])
-        present = id in {member.id for member in world.fleet.members()}
-        if what == "push" or not present:
-            await world.push(rng.choice(["wait", "keep", "abort"]))
-        elif what == "lost push":
-            await world.push(rng.choice(["wait", "keep", "abort"]), lost=id)
-            await _restart(world, id)
-        elif what == "die":
-            world.server(id).alive = False
-            await asyncio.sleep(rng.random())
-            world.fleet.remove(id, "its process ended")
-            await _restart(world, id)
-        elif what == "hang":
-            world.server(id).frozen = True
-            await asyncio.sleep(rng.random() * 3)
-            world.fleet.remove(id, "it hangs")
-            world.server(id).frozen = rng.random() < 0.5
-            await _restart(world, id)
-        else:
-            world.fleet.remove(id, "its line is gone from the file")
-            await _restart(world, id)
-
-
-async def _restart(world: World, id: str) -> None:
-    await asyncio.sleep(world.rng.random() * 5)
-    server = world.start(id, ready=False)
-    await asyncio.sleep(world.rng.random())
-    server.version = world.version
-    world.fleet.add(server.server, world.version)

@@ -29,6 +29,14 @@ def test_external_servers_have_addresses(source: dict[str, object]) -> None:
         ({"mode": "external", "urls": [URL], "urls_file": "f"}, "exactly one of `urls`, `urls_file` and `hosts`"),
         ({"urls": [URL]}, "`urls` is for mode external, not managed"),
         ({"mode": "colocated", "urls_file": "f"}, "`urls_file` is for mode external, not colocated"),
+        (
+            {"mode": "external", "urls": [URL], "servers": 2},
+            r"`servers` \(2\) is for mode managed, and does nothing with",
+        ),
+        ({"mode": "external", "urls": [URL], "first_gpu": 0}, r"`first_gpu` \(0\) is for mode managed"),
+        ({"mode": "external", "urls": [URL], "max_restarts": 0}, r"`max_restarts` \(0\) .* managed and colocated, and"),
+        ({"mode": "colocated", "servers": 2}, r"`servers` \(2\) is for mode managed, and does nothing with colocated"),
+        ({"mode": "colocated", "first_gpu": 4}, r"`first_gpu` \(4\) is for mode managed"),
         ({"mode": "slurm"}, "'managed', 'external' or 'colocated'"),
         ({"mode": "colocated", "delta_push": True}, "`delta_push` saves nothing with mode colocated"),
         ({"weight_format": "fp8_block", "dtype": "float32"}, "fp8_block needs `dtype` bfloat16 or float16"),
@@ -44,6 +52,12 @@ def test_external_servers_have_addresses(source: dict[str, object]) -> None:
 def test_what_does_not_fit_together_is_refused(values: dict[str, object], rule: str) -> None:
     with pytest.raises(ValidationError, match=rule):
         FleetConfig.model_validate(values)
+
+
+def test_what_a_configuration_says_is_read_back() -> None:
+    """The controller gets one with all its keys, those among them that do nothing in its mode."""
+    for fleet in (FleetConfig(mode="external", urls=[URL]), FleetConfig(mode="colocated", max_restarts=1)):
+        assert FleetConfig.model_validate_json(fleet.model_dump_json()) == fleet
 
 
 @pytest.mark.parametrize("url", ["10.0.0.7:8000", "http://10.0.0.7", "ftp://h:1", "http://h:port", "http://h:1/v1", ""])

@@ -1,4 +1,4 @@
-"""FP8 on the way out: the numbers of `dapo-megatron quantize`, and the plan of what travels in them."""
+"""FP8 on the way out: its numbers, and the plan of what travels in them. See also tests/unit/test_quantize.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
-from dapo_megatron.checkpoint.quantize import QuantizeOptions, quantize
 from dapo_megatron.config.training import ParallelConfig
 from dapo_megatron.errors import UserError
 from dapo_megatron.models.architecture import Architecture
@@ -21,7 +19,6 @@ from dapo_megatron.sync.fp8_format import Fp8Source, quantize_blocks
 from dapo_megatron.sync.fp8_plan import fp8_plan, quantization_config, quantized_matrices, scale_name, scale_shape
 from dapo_megatron.sync.plan import ServerLayout, TransferPlan, compile_plan
 from tests.models import TINY, TINY_EXPERTS, TINY_LATENT
-from tests.quantization import WIDE, write_model, write_prompts
 
 
 def architecture(folder: Path, config: type = LlamaConfig, **changes: Any) -> Architecture:
@@ -34,29 +31,6 @@ def architecture(folder: Path, config: type = LlamaConfig, **changes: Any) -> Ar
 
 def plan_of(arch: Architecture, tensor: int = 1) -> TransferPlan:
     return compile_plan(arch, ParallelConfig(), 1, ServerLayout(tensor), dtype="bfloat16", bucket_bytes=1 << 20)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_are_those_of_a_quantised_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Byte by byte, with a block of zeros among them."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.0.mlp.down_proj.weight"][128:, :128] = 0
-        for name in tensors:
-            tensors[name] = tensors[name].to(dtype)
-
-    model = write_model(tmp_path / "model", change=change, dtype=dtype, **WIDE)
-    quantize(QuantizeOptions(model, tmp_path / "out", "fp8_block", write_prompts(tmp_path / "p.txt")))
-    original, stored = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    matrices = quantized_matrices(architecture_of(model))
-    assert matrices == {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
-    assert original[min(matrices)].dtype == dtype
-    for name in matrices:
-        numbers, scales = quantize_blocks(original[name])
-        assert torch.equal(numbers.view(torch.uint8), stored[name].view(torch.uint8)), name
-        due = stored[name.replace(".weight", ".weight_scale")]
-        assert scales.dtype == due.dtype
-        assert torch.equal(scales, due.reshape(scales.shape)), name
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (130, 100), (128, 300), (259, 257)])

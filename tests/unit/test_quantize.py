@@ -23,6 +23,9 @@ from dapo_megatron.checkpoint.quantize_formats import FORMATS
 from dapo_megatron.checkpoint.quantize_read import dequantize, read_back, round_inputs
 from dapo_megatron.checkpoint.quantize_report import QuantizeReport, compare, next_token_log_probs, print_report
 from dapo_megatron.errors import UserError
+from dapo_megatron.models.registry import architecture_of
+from dapo_megatron.sync.fp8_format import quantize_blocks
+from dapo_megatron.sync.fp8_plan import quantized_matrices
 from tests.models import TINY_EXPERTS
 from tests.quantization import LETTERS, WIDE, write_model, write_prompts
 
@@ -463,3 +466,26 @@ def test_files_that_differ_from_the_original_are_found(dense: Path, prompts: Pat
     save_file(tensors, file)
     with pytest.raises(UserError, match=r"mlp\.up_proj has no scale for its inputs"):
         read_back(HFReader(tmp_path / "out"), HFReader(dense), FORMATS["fp8"], str)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_pushed_in_fp8_has_the_numbers_of_a_quantised_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Byte by byte, with a block of zeros among them."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.mlp.down_proj.weight"][128:, :128] = 0
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+
+    model = write_model(tmp_path / "model", change=change, dtype=dtype, **WIDE)
+    quantize(QuantizeOptions(model, tmp_path / "out", "fp8_block", write_prompts(tmp_path / "p.txt")))
+    original, stored = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    matrices = quantized_matrices(architecture_of(model))
+    assert matrices == {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert original[min(matrices)].dtype == dtype
+    for name in matrices:
+        numbers, scales = quantize_blocks(original[name])
+        assert torch.equal(numbers.view(torch.uint8), stored[name].view(torch.uint8)), name
+        due = stored[name.replace(".weight", ".weight_scale")]
+        assert scales.dtype == due.dtype
+        assert torch.equal(scales, due.reshape(scales.shape)), name

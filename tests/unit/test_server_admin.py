@@ -13,6 +13,7 @@ from dapo_megatron.sync.server_admin import Received, ServerAdmin, ServerError
 URL = "http://server"
 ANSWERS: dict[str, Any] = {
     "/finish_weight_update": {},
+    "/weight_info": {"weight_version": "3"},
     "/collective_rpc": {"results": ["", ""]},
     "/update_weights": {},
     "/pause": {"status": "paused"},
@@ -91,7 +92,7 @@ def test_a_server_computes_nothing_with_half_of_its_weights(serve: Serve, conduc
     assert calls == [PAUSE, "/start_weight_update", "/update_weights", "/collective_rpc"]
     calls = serve()
     conductor.finish(3, float("inf"), held=False)
-    assert calls == [*FINISH, RESET, "/resume"]
+    assert calls == [*FINISH, "/weight_info", RESET, "/resume"]
 
 
 def test_a_server_that_is_held_stays_so_and_keeps_keys_and_values(serve: Serve, conductor: Conductor) -> None:
@@ -100,7 +101,7 @@ def test_a_server_that_is_held_stays_so_and_keeps_keys_and_values(serve: Serve, 
     assert calls == ["/start_weight_update", "/update_weights", "/collective_rpc"]
     calls = serve()
     conductor.finish(3, float("inf"), held=True)
-    assert calls == FINISH
+    assert calls == [*FINISH, "/weight_info"]
 
 
 def test_a_server_without_the_weights_does_not_go_on(serve: Serve, conductor: Conductor) -> None:

@@ -91,7 +91,6 @@ def test_small_replies_are_read(version: str) -> None:
     assert vllm_api.parse_world_size(reply("world_size")) == 1
     assert vllm_api.parse_model_length(reply("models")) == 256
     assert [vllm_api.parse_is_paused(reply(name)) for name in ("is_paused", "is_paused_yes")] == [False, True]
-    assert not vllm_api.parse_is_sleeping(reply("is_sleeping"))
     assert vllm_api.parse_rpc(reply("rpc")) == [None]
     resets = [vllm_api.parse_reset(reply(name)) for name in ("reset_prefix_cache", "reset_refused", "reset_running")]
     assert resets == [True, False, True]
@@ -321,7 +320,6 @@ def test_routes_are_bytes_of_numpy() -> None:
         (vllm_api.parse_model_length, {"data": [{"max_model_len": "9"}]}),
         (vllm_api.parse_reset, {"success": "true"}),
         (vllm_api.parse_is_paused, {"is_paused": 1}),
-        (vllm_api.parse_is_sleeping, {"is_sleeping": None}),
         (vllm_api.parse_server_version, {"version": None}),
         (vllm_api.parse_rpc, {"results": None}),
         (lambda reply: vllm_api.check_status(reply, "paused"), {"status": "resumed"}),
