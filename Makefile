@@ -28,7 +28,7 @@ help:
 	@echo "make ablation      what each part of DAPO does, 70 runs of a tiny model; SEEDS=n, JOBS=n, ARMS=a,b to run less"
 	@echo "make staleness     are answers of older weights as good: 25 runs of the same model; SEEDS=n, JOBS=n, ARMS=a,b"
 	@echo "make journey       one model through every format: convert, train, reshard, train, export, compare"
-	@echo "make test          unit, distributed (torchrun) and fleet (vLLM) tests"
+	@echo "make test          unit, distributed (several ranks) and fleet (vLLM) tests"
 	@echo "make chaos         runs whose servers are killed and frozen, at three layouts of the trainer (10 minutes)"
 	@echo "make long          an answer of 20,480 tokens from a real server (a minute)"
 	@echo "make lint          ruff, mypy, shellcheck and hadolint"

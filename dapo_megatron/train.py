@@ -19,6 +19,7 @@ from dapo_megatron.processes import die_with_parent
 from dapo_megatron.rollout.handle import StopRun, open_rollouts
 from dapo_megatron.run_state.checkpoint import RunState, load_latest
 from dapo_megatron.trainer import parallel
+from dapo_megatron.trainer.colocated import start_servers
 from dapo_megatron.trainer.feed import Feed
 from dapo_megatron.trainer.learner import Learner
 from dapo_megatron.trainer.ranks import on_rank_zero
@@ -31,7 +32,8 @@ END_GRACE = 30.0  # seconds a rank may take to stop its controller and servers w
 def train(config: Config, layout: parallel.Layout) -> None:
     """Train from the newest saved state, or from the start, to `run.steps`."""
     with open_rollouts(config, layout.rank, on_rank_zero) as rollouts:
-        learner = Learner(config, layout)  # while the servers start
+        start_servers(config, rollouts)  # those on the trainer's own GPUs alone: they come first, and sleep
+        learner = Learner(config, layout)  # while other servers start
         state = load_latest(config, learner.policy, learner.critic)
         with Monitor(config, config.run.dir, enabled=layout.rank == 0, start_step=state.step) as monitor:
             rollouts.wait_ready(partial(monitor.progress, "start"))
@@ -75,6 +77,7 @@ def step(learner: Learner, feed: Feed, weights: WeightSync, state: RunState, mon
             for i, mini_batch in enumerate(batch.mini_batches()):
                 updates.append(learner.update(mini_batch))
                 monitor.progress("update", i + 1, batch.num_updates)
+        learner.finish_step()
         with monitor.phase("push"):
             weights.push(state.version + 1)  # every server, hashes checked, prefix caches reset
     with monitor.phase("save"):

@@ -53,6 +53,10 @@ class Host(Protocol):
         """Take a server from the fleet."""
         ...
 
+    async def room(self, life: "ManagedLife") -> None:
+        """Wait until a server may be started again: others may have the memory that it needs."""
+        ...
+
     def note(self, life: "Life", state: str, reason: str) -> None:
         """Record what happened."""
         ...
@@ -230,9 +234,14 @@ class ManagedLife(Life):
         self._process = self._start(self._restarts)
         self._host.note(self, "restarted" if self._restarts else "started", self.reason)
 
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process, in whatever state."""
+        return self._process is not None and _exit_code(self._process) is None
+
     def terminate(self) -> None:
         """Ask the process to end."""
-        if self._process is not None and self._process.process.poll() is None:
+        if self._process is not None and self.runs:
             self._process.process.terminate()
 
     def stop(self) -> None:
@@ -258,6 +267,7 @@ class ManagedLife(Life):
             self._restarts += 1
             self._to("starting", reason)
             await asyncio.sleep(self._pause())
+            await self._host.room(self)
             try:
                 self.begin()
             except UserError as error:  # its port may be taken for a while

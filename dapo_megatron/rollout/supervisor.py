@@ -16,7 +16,8 @@ import aiohttp
 from dapo_megatron.config.fleet import server_urls
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
-from dapo_megatron.rollout.checks import check_server
+from dapo_megatron.rollout import vllm_api
+from dapo_megatron.rollout.checks import UnreachableError, check_server
 from dapo_megatron.rollout.client import ServerClient
 from dapo_megatron.rollout.fleet import Fleet
 from dapo_megatron.rollout.lives import ExternalLife, Life, ManagedLife
@@ -27,6 +28,7 @@ from dapo_megatron.rollout.server import Server as Process
 from dapo_megatron.serve import start
 
 WATCH_SECONDS = 1.0
+POLL_SECONDS = 0.1
 LOOK_SECONDS = 30.0  # in which a suspected server must generate a token
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class Supervisor:
         self._lives: dict[str, Life] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._looks: dict[str, asyncio.Task[None]] = {}
+        self._waiting: list[asyncio.Event] = []  # one of each server that waits for room, in their order
+        self._coming = 0  # servers that have room, but no process yet
 
     def start(self) -> None:
         """Start the servers of a managed fleet, and look after those of any.
@@ -71,6 +75,11 @@ class Supervisor:
         for life in self._lives.values():
             self._tasks[life.id] = asyncio.create_task(life.run())
         self._follow(server_urls(fleet))
+
+    @property
+    def _shared(self) -> bool:
+        """Whether servers and trainer take turns with the memory of the same GPUs."""
+        return self._config.fleet.mode == "colocated"
 
     async def all_joined(self) -> None:
         """Wait until every server has joined the fleet.
@@ -112,7 +121,7 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        managed = [life for life in self._lives.values() if isinstance(life, ManagedLife)]
+        managed = self._managed()
         for life in managed:
             life.terminate()
         for life in managed:
@@ -152,7 +161,9 @@ class Supervisor:
         return [life.server for life in self._lives.values() if life.server is not None]
 
     def joining(self) -> list[Server]:
-        """Those that the trainer has to bring weights."""
+        """Those that the trainer has to bring weights. It asks while it waits for answers, and uses no memory then."""
+        if not self._coming and not any(life.runs for life in self._managed()):
+            self._make_room()
         joining = {member.id for member in self._fleet.members() if member.state == "joining"}
         return [server for server in self.healthy() if server.id in joining]
 
@@ -161,8 +172,12 @@ class Supervisor:
         return any(member.state == "ready" for member in self._fleet.members())
 
     async def hold(self, mode: HoldMode) -> None:
-        """See `Fleet.hold`."""
+        """See `Fleet.hold`. Before a push the trainer gives up memory: servers that wait for it are started here."""
         await self._fleet.hold(mode)
+        while self._shared and any(life.state == "starting" for life in self._lives.values()):
+            while self._waiting:
+                self._make_room()
+            await asyncio.sleep(POLL_SECONDS)
 
     def release(self, version: int, servers: Collection[Server]) -> None:
         """See `Fleet.release`. A server that was lost and came back meanwhile has not got these weights."""
@@ -193,6 +208,8 @@ class Supervisor:
         if warning and not self._warned:
             self._warned = True
             logger.warning(warning)
+        if self._shared:
+            await self._put_to_sleep(server)
         self._fleet.add(server, None)
         self.note(life, "joining", life.reason)
         self._show_status()
@@ -203,6 +220,38 @@ class Supervisor:
         self._fleet.remove(life.id, reason)
         self.note(life, "removed", reason)
         self._show_status()
+
+    async def room(self, life: ManagedLife) -> None:
+        """See `Host.room`.
+
+        No server on the trainer's GPUs is started while it trains. Nor while others generate: it could be starting
+        still when the answers are complete. One is when none is left, as without it they are not going to be complete.
+        """
+        if self._shared:
+            self._waiting.append(room := asyncio.Event())
+            await room.wait()
+            self._coming -= 1
+
+    def _make_room(self) -> None:
+        """Let the server be started that has waited longest, if one waits."""
+        if self._waiting:
+            self._coming += 1
+            self._waiting.pop(0).set()
+
+    async def _put_to_sleep(self, server: Server) -> None:
+        """It joins without weights, keys and values: every push wakes it.
+
+        Raises:
+            UnreachableError: if it does not do it.
+        """
+        path = vllm_api.sleep_path(2)
+        headers = {"Authorization": f"Bearer {server.token}"}
+        timeout = aiohttp.ClientTimeout(total=self._config.fleet.push_timeout)
+        try:
+            async with self.session.post(server.url + path, headers=headers, timeout=timeout) as reply:
+                vllm_api.check_status(await reply.json(content_type=None), "sleeping")
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UnreachableError(f"server {server.url}: POST {path}: {error!r}") from error
 
     def note(self, life: Life, state: str, reason: str) -> None:
         """See `Host.note`."""
@@ -219,6 +268,10 @@ class Supervisor:
     def _show_status(self) -> None:
         self._on_status(len(self._fleet.members()), len(self._lives), self._line)
 
+    def _managed(self) -> list[ManagedLife]:
+        """Those that this run starts."""
+        return [life for life in self._lives.values() if isinstance(life, ManagedLife)]
+
     def _serves(self, server: Server) -> bool:
         """Whether it is still this one: after a restart or a return, the same id is another `Server`."""
         return any(life.server is server for life in self._lives.values())
@@ -226,14 +279,14 @@ class Supervisor:
     def _count(self) -> int:
         """Servers that this run starts."""
         fleet = self._config.fleet
-        if fleet.mode == "colocated":
+        if self._shared:
             return trainer_gpus() // fleet.world_size
         return fleet.servers if fleet.mode == "managed" else 0
 
     def _start(self, index: int, restarts: int) -> Process:
         fleet = self._config.fleet
         first_gpu = trainer_gpus() if fleet.first_gpu is None else fleet.first_gpu
-        if fleet.mode == "colocated":
+        if self._shared:
             first_gpu = 0
         return start(
             self._config, index, self._token, first_gpu=first_gpu + index * fleet.world_size, restarts=restarts

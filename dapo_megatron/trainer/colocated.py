@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from dapo_megatron.config.run import Config
+from dapo_megatron.rollout.handle import Rollouts
 from dapo_megatron.rollout.requests import Server
 from dapo_megatron.sync.conductor import Calls, Conductor
 from dapo_megatron.sync.server_admin import ServerAdmin, ServerError
@@ -19,11 +21,44 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def shares_gpus(config: Config) -> bool:
+    """Whether servers run on the trainer's own GPUs."""
+    return config.has_servers and config.fleet.mode == "colocated"
+
+
+def start_servers(config: Config, rollouts: Rollouts) -> None:
+    """Wait for servers on the trainer's GPUs; with others there is nothing to wait for yet.
+
+    vLLM wants its whole share of a GPU while it starts. Once healthy it sleeps until the first push, and there is
+    memory to build models in.
+    """
+    if shares_gpus(config):
+        rollouts.wait_ready(lambda done, total, text: logger.info("%d of %d servers sleep: %s", done, total, text))
+
+
+def give_memory(models: Sequence[TrainedModel]) -> None:
+    """Give up the GPU memory that only training needs, and see that it is given up. Twice does no harm.
+
+    Raises:
+        RuntimeError: if this process still holds some of it.
+    """
+    before = device.allocated_memory()
+    given = sum(model.give_memory() for model in models)
+    device.free_memory()  # gives back what this process keeps in reserve
+    after = device.allocated_memory()
+    if before is None or after is None:
+        return
+    told = f"{before / GIB:.2f} GiB were allocated, {given / GIB:.2f} GiB given up, {after / GIB:.2f} GiB are left"
+    logger.info("memory of the GPU before servers generate: %s", told)
+    if after > before - given:
+        raise RuntimeError(f"training does not give up its memory of the GPU, which the servers need: {told}")
+
+
 class Turns:
     """Who has the GPUs. All ranks call the same methods; rank 0 talks to the servers.
 
     A server that sleeps has neither weights nor keys and values: pushes bring the weights. While servers generate the
-    trainer keeps its weights and its optimizer's states, and gives up the gradients' memory.
+    trainer keeps its weights alone; see `TrainedModel.give_memory`.
 
     Args:
         models: those that are trained.
@@ -33,7 +68,7 @@ class Turns:
     def __init__(self, models: Sequence[TrainedModel], timeout: float) -> None:
         self._models, self._timeout = models, timeout
         self._needed = 0  # bytes of this rank's GPU that training took beyond what is held while servers generate
-        self._free()
+        give_memory(models)
 
     def train(self, servers: Sequence[Server]) -> None:
         """Let the servers sleep, and see that the trainer has the memory that it needs.
@@ -55,15 +90,15 @@ class Turns:
                 "servers sleep: lower fleet.gpu_memory_utilization or training.micro_batch_tokens"
             )
         for model in self._models:
-            model.allocate_gradients()
+            model.take_memory()
 
     def take_weights(self, servers: Sequence[Server]) -> None:
-        """Training is over: let the servers take memory for their weights, before a push.
+        """Training has given up its memory: let the servers take some for their weights, before a push.
 
         Raises:
             ServerError: on every rank, if one fails.
         """
-        self._free()
+        self._needed = device.peak_growth()
         _agreed(lambda: self._ask(servers, ServerAdmin.wake_weights))
 
     def generate(self, servers: Sequence[Server]) -> None:
@@ -73,12 +108,6 @@ class Turns:
             ServerError: on every rank, if one fails.
         """
         _agreed(lambda: self._ask(servers, ServerAdmin.wake_cache))
-
-    def _free(self) -> None:
-        for model in self._models:
-            model.free_gradients()
-        device.free_memory()  # gives back what this process keeps in reserve
-        self._needed = device.peak_growth()
 
     def _ask(self, servers: Sequence[Server], request: Callable[[ServerAdmin], None]) -> None:
         with self._calls(servers, request) as (calls, deadline):

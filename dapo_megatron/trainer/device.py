@@ -102,6 +102,11 @@ def free_memory() -> int | None:
     return int(torch.cuda.mem_get_info()[0])
 
 
+def allocated_memory() -> int | None:
+    """Bytes of this rank's GPU that this process's tensors take; None on a CPU."""
+    return int(torch.cuda.memory_allocated()) if has_cuda() else None
+
+
 def peak_growth() -> int:
     """Bytes of this rank's GPU that were held at most, beyond those that are held now; 0 on a CPU."""
     return torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() if has_cuda() else 0

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from dapo_megatron.config.run import Config
 from dapo_megatron.models.flops import forward_flops, training_flops
 from dapo_megatron.trainer.advantages import set_advantages
 from dapo_megatron.trainer.batching import Batch, MiniBatch, input_lengths
+from dapo_megatron.trainer.colocated import give_memory, shares_gpus
 from dapo_megatron.trainer.critic import Critic
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy, combine
@@ -47,6 +50,15 @@ class Learner:
         """One update of the policy, and of the critic, on a mini-batch. Metrics over the whole mini-batch."""
         critic = self.critic.update(mini_batch) if self.critic is not None else {}
         return self.policy.update(mini_batch) | critic
+
+    def finish_step(self) -> None:
+        """The step's updates are over: servers on the same GPUs, if there are any, get the memory that only these need.
+
+        Before the push: there a server that died meanwhile is started again.
+        """
+        if shares_gpus(self.config):
+            give_memory(self.models)
+            dist.barrier()  # a server that starts may need every rank's memory
 
     def combine(self, updates: Sequence[Metrics]) -> Metrics:
         """Metrics of a step from those of its updates."""

@@ -16,6 +16,7 @@ from dapo_megatron.trainer import device
 from dapo_megatron.trainer.batching import Batch, PackingRules, load_batch
 from dapo_megatron.trainer.build import PolicyModel, build_model, load_weights
 from dapo_megatron.trainer.columns import gather_column
+from dapo_megatron.trainer.host_memory import HostMemory
 from dapo_megatron.trainer.layers import resolve_backend
 from dapo_megatron.trainer.parallel import Layout, OtherLayout
 from dapo_megatron.trainer.precision import check_machine
@@ -33,24 +34,17 @@ class HostWeights:
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], *, pinned: bool) -> None:
-        self._parameters = list(parameters)
-        host = [parameter.data.cpu() for parameter in self._parameters]
-        self._host = [tensor.pin_memory() for tensor in host] if pinned else host
-        self._leave()
+        self._memory = HostMemory(pinned=pinned)
+        self._memory.store(parameters)
 
     @contextmanager
     def on(self, place: torch.device) -> Iterator[None]:
         """Within, the parameters have copies on a device."""
-        for parameter, host in zip(self._parameters, self._host, strict=True):
-            parameter.data = host.to(place, non_blocking=True, copy=True)
+        self._memory.fetch(place)
         try:
             yield
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        for parameter, host in zip(self._parameters, self._host, strict=True):
-            parameter.data = host
+            self._memory.drop()
 
 
 class Reference:

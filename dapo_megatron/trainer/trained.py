@@ -16,7 +16,8 @@ from dapo_megatron.config.training import OptimizerConfig
 from dapo_megatron.trainer import device
 from dapo_megatron.trainer.batching import MicroBatch, MiniBatch
 from dapo_megatron.trainer.build import ModelChunk
-from dapo_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from dapo_megatron.trainer.host_memory import HostMemory
+from dapo_megatron.trainer.optimizer import build_optimizer, build_scheduler, inner_optimizers, wrap_data_parallel
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.router_replay import RouterReplay
 
@@ -101,6 +102,9 @@ class TrainedModel:
         self.ddp: list[DistributedDataParallel] = wrap_data_parallel(chunks, config.training)
         self.optimizer = build_optimizer(self.ddp, optimizer, config.training, masters)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
+        self._host = HostMemory(pinned=device.has_cuda())
+        self._away = False  # whether only the weights are on the device
+        self._stateless: list[tuple[torch.optim.Optimizer, Tensor]] = []  # masters without states when they went away
         megatron_config = chunks[0].config
         megatron_config.finalize_model_grads_func = finalize_model_grads
         megatron_config.grad_scale_func = self.optimizer.scale_loss  # fp16's loss scale; 1 otherwise
@@ -144,19 +148,64 @@ class TrainedModel:
         norm = float(grad_norm) if succeeded else float("nan")
         return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not succeeded)}
 
-    def free_gradients(self) -> None:
-        """Give up the memory of the main gradients until `allocate_gradients`: every `backward` begins from zeros."""
-        for gradients in self._gradient_buffers():
-            gradients.untyped_storage().resize_(0)
+    def give_memory(self) -> int:
+        """Give up the device memory that only updates need, until `take_memory`. Twice does no harm.
 
-    def allocate_gradients(self) -> None:
-        """Take memory for the main gradients again."""
+        Main gradients are dropped, as every `backward` begins from zeros. Master weights and the optimizer's states
+        wait in host memory, where a checkpoint finds them. The weights stay: pushes, probes and log-probs read them.
+
+        Returns:
+            Bytes of the device that this process has less of now.
+        """
+        if self._away:
+            return 0
+        self._away = True
+        self.optimizer.zero_grad()  # masters refer to the gradients of the last update
+        freed = 0
+        for gradients in self._gradient_buffers():
+            freed += gradients.nbytes
+            gradients.untyped_storage().resize_(0)
+        self._stateless = [
+            (inner, master)
+            for inner in inner_optimizers(self.optimizer)
+            for master in _masters(inner)
+            if not inner.state.get(master)
+        ]
+        return freed + self._host.store(self._optimizer_tensors())
+
+    def take_memory(self) -> None:
+        """Take the memory again that was given up, and bring back what it held."""
+        if not self._away:
+            return
+        self._away = False
         for gradients in self._gradient_buffers():
             gradients.untyped_storage().resize_(gradients.nbytes)
             gradients.zero_()
+        place = device.current_device()
+        self._host.fetch(place)
+        for inner, master in self._stateless:  # a checkpoint may have made states where the masters were
+            for value in filter(torch.is_tensor, inner.state.get(master, {}).values()):
+                value.data = value.to(place, copy=True)
+
+    def _buffers(self) -> list[Any]:
+        """Megatron's buffers of parameters and gradients."""
+        return [buffer for chunk in self.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _gradient_buffers(self) -> list[Tensor]:
-        return [buffer.grad_data for chunk in self.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [buffer.grad_data for buffer in self._buffers()]
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Master weights and states on this rank's device, but for masters that are the weights themselves.
+
+        Megatron's own `offload_to_cpu` moves those, too, which frees nothing, and leaves them on the device twice when
+        they are back; its precision-aware optimizer would then update copies that no model reads.
+        """
+        weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._buffers()}
+        for inner in inner_optimizers(self.optimizer):
+            states = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            for tensor in (*_masters(inner), *states):
+                if tensor.device == device.current_device() and tensor.untyped_storage().data_ptr() not in weights:
+                    yield tensor
 
     def reduce(self, stored: Sequence[Tensor], sums: Sequence[str], maxima: Sequence[str] = ()) -> Metrics:
         """Values of a mini-batch over micro-batches, data and context ranks and (by broadcast) pipeline stages.
@@ -180,6 +229,11 @@ class TrainedModel:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return dict(zip([*sums, *maxima], values.tolist(), strict=True))
+
+
+def _masters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What a torch optimizer updates."""
+    return [master for group in optimizer.param_groups for master in group["params"]]
 
 
 def means(sums: Mapping[str, float], count: int) -> Metrics:
