@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dapo_megatron import train as training
 from dapo_megatron.rollout import supervisor
@@ -16,6 +17,7 @@ from dapo_megatron.run_state.store import DP_RESHARDABLE, FULLY_RESHARDABLE
 from dapo_megatron.sync.server_admin import ServerAdmin, ServerError
 from dapo_megatron.trainer import colocated, device
 from dapo_megatron.trainer.colocated import Turns, give_memory
+from dapo_megatron.trainer.host_memory import HostMemory
 from dapo_megatron.trainer.learner import Learner
 from dapo_megatron.trainer.parallel import Layout
 from dapo_megatron.trainer.policy import Policy
@@ -208,6 +210,17 @@ def test_a_state_is_saved_while_the_memory_is_given_up(
     resumed = Policy(policy.config, layout)
     assert RunState(policy.config, resumed).restore()
     assert differing(resumed, policy) == []
+
+
+def test_a_tensor_that_is_named_twice_is_stored_once() -> None:
+    tensor = torch.arange(3.0)
+    memory = HostMemory(pinned=False)
+    assert memory.store([tensor, tensor]) == tensor.nbytes
+    memory.fetch(torch.device("cpu"))
+    tensor += 1
+    memory.store([tensor])
+    memory.drop()
+    assert tensor.tolist() == [1, 2, 3]
 
 
 def test_memory_that_is_not_given_up_is_an_error(

@@ -273,7 +273,8 @@ async def test_a_suspected_server_that_is_full_stays(bench: MakeBench, monkeypat
 
 
 async def test_a_restart_that_is_refused_uses_up_a_restart(bench: MakeBench) -> None:
-    b = bench(servers=1, max_restarts=1)
+    """And a run in which no server can come back ends at once."""
+    b = bench(servers=1, max_restarts=1, start_timeout=2 * SECONDS)
     async with b.running():
         b.refusal = "port 1 is in use"
         b.started[0][0].process.kill()
