@@ -101,6 +101,7 @@ class Fleet:
         self._places: dict[str, Place] = {}
         self._paused: set[str] = set()  # URLs of servers that must be told to go on
         self._held = False
+        self._waiting = 0  # answers without a server
         self._open = asyncio.Event()  # an answer may begin
         self._idle = asyncio.Event()  # no answer is under way
         self._lengths = 0
@@ -134,6 +135,11 @@ class Fleet:
         """All servers, in the order in which they joined."""
         now = _now()
         return [place.member(now) for place in self._places.values()]
+
+    @property
+    def waits(self) -> bool:
+        """Whether an answer waits for a server: it will not be there before one is ready."""
+        return self._waiting > 0
 
     async def hold(self, mode: HoldMode) -> None:
         """Let no answer begin until `release`, and wait until none samples a token.
@@ -219,8 +225,12 @@ class Fleet:
 
     async def _place(self, answer: Answer, avoid: str | None) -> Place:
         """The server for the next attempt; waits until there is one."""
-        while (place := self._choose(answer, avoid)) is None:
-            await self._open.wait()
+        self._waiting += 1
+        try:
+            while (place := self._choose(answer, avoid)) is None:
+                await self._open.wait()
+        finally:
+            self._waiting -= 1
         return place
 
     def _choose(self, answer: Answer, avoid: str | None) -> Place | None:

@@ -162,7 +162,7 @@ class Supervisor:
 
     def joining(self) -> list[Server]:
         """Those that the trainer has to bring weights. It asks while it waits for answers, and uses no memory then."""
-        if not self._coming and not any(life.runs for life in self._managed()):
+        if self._fleet.waits and not self._coming and not any(life.runs for life in self._managed()):
             self._make_room()
         joining = {member.id for member in self._fleet.members() if member.state == "joining"}
         return [server for server in self.healthy() if server.id in joining]

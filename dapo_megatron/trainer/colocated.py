@@ -3,10 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from dapo_megatron.config.run import Config
+from dapo_megatron.monitoring.console import open_console
 from dapo_megatron.rollout.handle import Rollouts
 from dapo_megatron.rollout.requests import Server
 from dapo_megatron.sync.conductor import Calls, Conductor
@@ -32,8 +36,13 @@ def start_servers(config: Config, rollouts: Rollouts) -> None:
     vLLM wants its whole share of a GPU while it starts. Once healthy it sleeps until the first push, and there is
     memory to build models in.
     """
-    if shares_gpus(config):
-        rollouts.wait_ready(lambda done, total, text: logger.info("%d of %d servers sleep: %s", done, total, text))
+    if not shares_gpus(config):
+        return
+    if dist.get_rank() != 0:
+        rollouts.wait_ready(lambda done, total, text: None)
+        return
+    with closing(open_console(config.tracking.console)) as console:  # the run's own monitor knows the state it is in
+        rollouts.wait_ready(partial(console.progress, "start"))
 
 
 def give_memory(models: Sequence[TrainedModel]) -> None:

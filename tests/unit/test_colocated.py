@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dapo_megatron import train as training
+from dapo_megatron.monitoring import console
 from dapo_megatron.rollout import supervisor
 from dapo_megatron.rollout.requests import Server
 from dapo_megatron.run_state.checkpoint import RunState, _ensure_adam_state
@@ -237,8 +238,9 @@ def test_memory_that_is_not_given_up_is_an_error(
 
 @pytest.mark.parametrize("mode", ["colocated", "managed"])
 def test_models_are_built_when_servers_on_their_gpus_sleep(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:
+    """What they do until then is shown."""
     events: list[str] = []
 
     class StopError(Exception):
@@ -246,7 +248,7 @@ def test_models_are_built_when_servers_on_their_gpus_sleep(
 
     class Started(nullcontext[Any]):
         def wait_ready(self, on_progress: Callable[[float, float, str], None]) -> None:
-            on_progress(1, 1, "")
+            on_progress(1, 2, "loading weights")
             events.append("servers sleep")
 
     def build(*_: object) -> None:
@@ -257,9 +259,11 @@ def test_models_are_built_when_servers_on_their_gpus_sleep(
     started.enter_result = started
     monkeypatch.setattr(training, "open_rollouts", lambda *_: started)
     monkeypatch.setattr(training, "Learner", build)
+    monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
     with pytest.raises(StopError):
         training.train(make_config(tmp_path, fleet={"mode": mode}), layout)
     assert events == (["servers sleep"] if mode == "colocated" else []) + ["models are built"]
+    assert ("start 1/2 loading weights" in capsys.readouterr().out) == (mode == "colocated")
 
 
 @pytest.mark.parametrize("mode", ["colocated", "managed"])

@@ -12,9 +12,11 @@ import pytest
 
 from dapo_megatron.rollout import lives, supervisor
 from dapo_megatron.rollout.checks import UnreachableError
+from dapo_megatron.rollout.fleet import Answer, AnswerGroup
 from dapo_megatron.rollout.pushes import Pushes
-from dapo_megatron.rollout.requests import Server
+from dapo_megatron.rollout.requests import Sampling, Server
 from dapo_megatron.rollout.server import Server as Process
+from dapo_megatron.types import Prompt
 from tests.stub_server import TOKEN, stub
 from tests.unit import test_supervisor
 from tests.unit.test_supervisor import Bench, MakeBench, bench, make_config
@@ -134,12 +136,21 @@ async def test_when_none_is_left_to_answer_one_is_started(bench: MakeBench) -> N
         await b.push(1)
         end(b, 0, 1)
         await lost(b)
+        b.supervisor.joining()
+        await asyncio.sleep(QUIET)
+        assert starts(b) == [1, 1]  # what was answered is graded: the trainer may begin at any moment
+        group = AnswerGroup(0, Prompt(0, (1, 2), ""), 1, Sampling(max_tokens=4))
+        waiting = asyncio.create_task(b.fleet.answer(Answer(group, 0, "answer")))
+        await asyncio.sleep(0)
         for _ in range(3):  # as many times as ranks ask
             b.supervisor.joining()
         await b.until(lambda: len(b.states()) == 1, "one joins")
         assert len(b.supervisor.joining()) == 1
         await asyncio.sleep(QUIET)
         assert sorted(starts(b)) == [1, 2]
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not b.fleet.waits
         await b.supervisor.hold("wait")
         assert serving(b)()
 
