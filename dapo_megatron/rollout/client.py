@@ -184,6 +184,14 @@ class ServerClient:
         """Go on after `pause`."""
         await self._call("POST", vllm_api.RESUME)
 
+    async def sleep(self) -> None:
+        """Drop weights, keys and values; a push brings the weights back."""
+        path = vllm_api.sleep_path(2)
+        try:
+            vllm_api.check_status(await self._call("POST", path), "sleeping")
+        except ReplyError as error:
+            raise RequestError(f"server {self.url}: POST {path}: {error}") from error
+
     async def _receive(self, body: dict[str, Any], arriving: "_Arriving") -> None:
         asked = body["sampling_params"]["max_tokens"]
         limit = SPARE_BYTES + BYTES_PER_TOKEN * (len(body["token_ids"]) + asked)

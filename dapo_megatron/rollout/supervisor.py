@@ -16,7 +16,6 @@ import aiohttp
 from dapo_megatron.config.fleet import server_urls
 from dapo_megatron.config.run import Config
 from dapo_megatron.errors import UserError
-from dapo_megatron.rollout import vllm_api
 from dapo_megatron.rollout.checks import UnreachableError, check_server
 from dapo_megatron.rollout.client import ServerClient
 from dapo_megatron.rollout.fleet import Fleet
@@ -244,14 +243,11 @@ class Supervisor:
         Raises:
             UnreachableError: if it does not do it.
         """
-        path = vllm_api.sleep_path(2)
-        headers = {"Authorization": f"Bearer {server.token}"}
-        timeout = aiohttp.ClientTimeout(total=self._config.fleet.push_timeout)
         try:
-            async with self.session.post(server.url + path, headers=headers, timeout=timeout) as reply:
-                vllm_api.check_status(await reply.json(content_type=None), "sleeping")
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise UnreachableError(f"server {server.url}: POST {path}: {error!r}") from error
+            async with ServerClient(server.url, server.token, self._config.fleet.push_timeout) as client:
+                await client.sleep()
+        except RequestError as error:
+            raise UnreachableError(str(error)) from error
 
     def note(self, life: Life, state: str, reason: str) -> None:
         """See `Host.note`."""

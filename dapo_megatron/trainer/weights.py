@@ -18,7 +18,7 @@ from dapo_megatron.sync.proof import proved_plan
 from dapo_megatron.sync.pusher import Member, WeightPusher
 from dapo_megatron.sync.server_admin import OtherBytesError, ServerError
 from dapo_megatron.trainer.build import local_rows
-from dapo_megatron.trainer.colocated import Turns
+from dapo_megatron.trainer.colocated import Turns, shares_gpus
 from dapo_megatron.trainer.policy import Policy
 from dapo_megatron.trainer.probe import Gap, Probe
 from dapo_megatron.trainer.pushers import new_pusher
@@ -55,7 +55,7 @@ class WeightSync:
             self._pusher = self._new_pusher()
             self._probe = Probe(config, policy)
         self._turns: Turns | None = None
-        if config.has_servers and config.fleet.mode == "colocated":
+        if shares_gpus(config):
             self._turns = Turns(models, config.fleet.push_timeout)
 
     def begin_training(self) -> None:
